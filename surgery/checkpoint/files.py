@@ -1,0 +1,175 @@
+"""Where a source's files are: a folder on this disk, or a Hub repository pinned to a commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from surgery.errors import SurgeryError
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """A file on this disk. The identity of a file of a pinned commit is the commit, elsewhere size and change time."""
+
+    name: str
+    size: int
+    identity: str
+    location: Path
+
+    def path(self) -> Path:
+        return self.location
+
+    def read(self, start: int, stop: int) -> bytes:
+        with self.location.open("rb") as f:
+            f.seek(start)
+            return f.read(stop - start)
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a Hub repository at a commit. Its header is read by range requests; `path` downloads it once."""
+
+    name: str
+    size: int
+    identity: str
+    repo: str
+    commit: str
+
+    def path(self) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        with hub_errors(self.repo):
+            return Path(hf_hub_download(self.repo, self.name, revision=self.commit))
+
+    def read(self, start: int, stop: int) -> bytes:
+        from huggingface_hub import HfFileSystem
+
+        with hub_errors(self.repo):
+            return HfFileSystem().cat_file(f"{self.repo}@{self.commit}/{self.name}", start=start, end=stop)
+
+
+File = LocalFile | HubFile
+
+
+class Store(Protocol):
+    """The files of one checkpoint."""
+
+    location: str
+    revision: str | None
+    folder: Path | None
+    files: dict[str, File]
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A checkpoint in a folder on this disk; `only` names the one weight file to read where the user named a file."""
+
+    location: str
+    revision: str | None
+    folder: Path | None
+    files: dict[str, File]
+
+
+def open_folder(path: Path, *, location: str = "", revision: str | None = None, only: str | None = None) -> Folder:
+    """The files below `path`, hidden ones and other weight files than `only` left out."""
+    files: dict[str, File] = {}
+    for p in sorted(path.rglob("*")):
+        name = p.relative_to(path).as_posix()
+        if name.startswith(".") or "/." in name or not p.is_file() or (only and _is_weights(name) and name != only):
+            continue
+        stat = p.stat()
+        identity = f"{location}@{revision}" if revision else f"{stat.st_size}-{stat.st_mtime_ns}"
+        files[name] = LocalFile(name, stat.st_size, identity, p)
+    return Folder(location or str(path), revision, path, files)
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith((".safetensors", ".bin", ".index.json"))
+
+
+def open_store(location: str, revision: str | None = None) -> Store:
+    """The files of a folder, of the folder of a single weight file, or of a Hub id with an optional `@revision`."""
+    path = Path(location).expanduser()
+    if path.is_dir():
+        if revision:
+            raise SurgeryError(f"{location} is a folder: it has no revision {revision!r}", "leave --revision out")
+        return open_folder(path)
+    if path.is_file():
+        return open_folder(path.parent, only=path.name)
+    repo, _, tail = location.partition("@")
+    if location.startswith((".", "/", "~")) or repo.count("/") > 1 or path.suffix in (".safetensors", ".bin", ".gguf"):
+        raise SurgeryError(f"no file or folder {location}", "give a folder, a weight file or a Hub id such as Qwen/Qwen3-8B")
+    return open_hub(repo, tail or revision)
+
+
+def open_hub(repo: str, revision: str | None) -> Store:
+    """The files of a Hub repository, pinned to the commit that `revision` (default: main) now names."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return _open_cached(repo, revision)
+    with hub_errors(repo, revision):
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
+    commit = str(info.sha)
+    files: dict[str, File] = {
+        s.rfilename: HubFile(s.rfilename, s.size or 0, f"{repo}@{commit}", repo, commit) for s in info.siblings or ()
+    }
+    return Folder(repo, commit, _cache_folder(), files)
+
+
+def _cache_folder() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _open_cached(repo: str, revision: str | None) -> Store:
+    from huggingface_hub import snapshot_download
+
+    with hub_errors(repo, revision):
+        path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+    store = open_folder(path, location=repo, revision=path.name)
+    return Folder(repo, path.name, _cache_folder(), store.files)
+
+
+class hub_errors:  # noqa: N801
+    """Turns what `huggingface_hub` raises into one clear line. Narrow classes first: a gated repository is also a
+    "not found" one, an incomplete snapshot also a "no local entry"."""
+
+    def __init__(self, repo: str, revision: str | None = None) -> None:
+        self.repo, self.revision = repo, revision
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or not isinstance(error, Exception) or isinstance(error, SurgeryError):
+            return
+        for name, message, hint in _HUB_ERRORS:
+            if any(c.__name__ == name for c in type(error).__mro__):
+                text = message.format(repo=self.repo, revision=self.revision or "main")
+                raise SurgeryError(text, hint.format(repo=self.repo)) from error
+
+
+# exception, message, hint: first match along the exception's classes
+_HUB_ERRORS = (
+    ("GatedRepoError", "{repo} is gated and this account has no access",
+     "ask for access on its page on the Hub, then `hf auth login` or set HF_TOKEN"),
+    ("DisabledRepoError", "{repo} is disabled on the Hub", "choose another model"),
+    ("RepositoryNotFoundError", "no model {repo} on the Hub, and no such folder",
+     "check the name; for a private one `hf auth login` or set HF_TOKEN"),
+    ("RevisionNotFoundError", "{repo} has no revision {revision!r}", "give a branch, tag or commit of {repo}"),
+    ("HFValidationError", "no folder {repo}, and not a Hub id", "give a folder, a weight file or an id such as Qwen/Qwen3-8B"),
+    ("EntryNotFoundError", "{repo} lacks a file that its listing names", "try again; the repository may have just changed"),
+    ("LocalEntryNotFoundError", "{repo} is not whole in the cache and the Hub is off or out of reach",
+     "unset HF_HUB_OFFLINE, or check the network"),
+    ("OfflineModeIsEnabled", "HF_HUB_OFFLINE is set and {repo} is not in the cache", "unset HF_HUB_OFFLINE"),
+    ("HfHubHTTPError", "the Hub answered with an error for {repo}", "try again later; SURGERY_DEBUG=1 shows the answer"),
+    ("TransportError", "cannot reach the Hub for {repo}", "check the network, or use a model in a folder on this disk"),
+    ("ConnectionError", "cannot reach the Hub for {repo}", "check the network, or use a model in a folder on this disk"),
+    ("OSError", "reading {repo} from the Hub failed", "check the network and the disk; SURGERY_DEBUG=1 shows the cause"),
+)  # fmt: skip
+

@@ -1,0 +1,323 @@
+"""Write a plan: one tensor at a time, straight to its place in its shard.
+
+Extents are copied by the kernel (`copy_file_range`, which shares the blocks on file systems that can), so memory stays
+flat whatever the size. A shard has a temporary name until it is whole and synced; config.json comes last, so a folder
+that has one is whole. `surgery.partial.json` marks a folder as ours and unfinished, and holds the plan's fingerprint:
+the same command goes on from the finished shards, another one is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from surgery.checkpoint.checkpoint import Checkpoint
+from surgery.checkpoint.compat import dump
+from surgery.checkpoint.plan import INDEX, Plan, Shard
+from surgery.checkpoint.tensors import LazyTensor
+from surgery.errors import SurgeryError
+
+MARKER = "surgery.partial.json"
+RECORD = "surgery.json"
+CHUNK = 64 << 20  # a step of the progress bar, and of the kernel's copy
+SLACK = 16 << 20  # left free on the disk
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """What was written where: the sha256 of each shard, and how many shards an earlier run had finished."""
+
+    folder: Path
+    sha256: dict[str, str]
+    resumed: int
+
+
+def write(plan: Plan, out: Path, *, source: Checkpoint, hardlink: bool = False,
+          progress: Progress = lambda n: None) -> Written:  # fmt: skip
+    """Write the plan to the folder `out`, or go on with it. `progress` is told the bytes as they are written.
+
+    Raises SurgeryError, before the first byte, for a folder that is not ours to write or a disk that is too small.
+    """
+    check_target(plan, out, source)
+    out.mkdir(parents=True, exist_ok=True)
+    with _claimed(plan, out):
+        done = {s.name for s in plan.shards if _has(out / s.name, s.nbytes)}
+        _check_space(plan, out, done, hardlink)
+        for name in plan.small:
+            if name not in (INDEX, "config.json"):
+                _write_small(out / name, plan.small[name])
+        sha256 = {s.name: _write_shard(s, out, s.name in done, hardlink, progress) for s in plan.shards}
+        for name in (INDEX, "config.json"):
+            if name in plan.small:
+                _write_small(out / name, plan.small[name])
+        _sync_folder(out)
+    return Written(folder=out, sha256=sha256, resumed=len(done))
+
+
+def finish(out: Path, record: dict[str, object]) -> None:
+    """Write surgery.json, and take the mark of an unfinished output away."""
+    _write_small(out / RECORD, dump(record))
+    (out / MARKER).unlink(missing_ok=True)
+    _sync_folder(out)
+
+
+# --- the folder ----------------------------------------------------------------------------------------------------
+
+
+def check_target(plan: Plan, out: Path, source: Checkpoint) -> None:
+    """Refuse a folder inside the source or the hub cache, and one that is not an unfinished output of this plan."""
+    resolved = out.resolve()
+    for folder, what in ((source.source.folder, "the source"), (_hub_cache(), "the hub cache")):
+        if folder and resolved.is_relative_to(Path(folder).resolve()):
+            raise SurgeryError(f"the output {out} would stand inside {what} {folder}", "give another folder with --out")
+    if out.exists() and not out.is_dir():
+        raise SurgeryError(f"the output {out} is a file", "give a folder with --out")
+    if not out.exists() or not any(out.iterdir()):
+        return
+    begun = _fingerprint_of(out / MARKER)
+    if begun is None and (finished := _fingerprint_of(out / RECORD)) is None:
+        raise SurgeryError(f"the folder {out} is not empty and not an output of surgery",
+                           "give a new folder with --out, or empty this one")  # fmt: skip
+    if (begun or finished) != plan.fingerprint:
+        state = "unfinished" if begun else "finished"
+        raise SurgeryError(f"{out} holds the {state} output of another command, source or version",
+                           f"remove it (rm -r {out}) or give another folder with --out")  # fmt: skip
+
+
+def is_finished(plan: Plan, out: Path) -> bool:
+    """Whether `out` holds the finished output of this very plan."""
+    return not (out / MARKER).exists() and _fingerprint_of(out / RECORD) == plan.fingerprint
+
+
+def _fingerprint_of(file: Path) -> str | None:
+    try:
+        return str(json.loads(file.read_bytes())["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _hub_cache() -> str | None:
+    """Without importing huggingface_hub, which reads the same variables."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")  # noqa: PTH118
+    return str(Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser())
+
+
+@contextlib.contextmanager
+def _claimed(plan: Plan, out: Path) -> Iterator[None]:
+    """Mark the folder as ours and hold a lock on the mark: a second run into the same folder is refused."""
+    marker = out / MARKER
+    if not marker.exists():
+        _write_small(marker, dump({"fingerprint": plan.fingerprint}))
+    with marker.open("rb") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise SurgeryError(f"another process is writing {out}", "wait for it, or give another --out") from None
+        yield
+
+
+def _check_space(plan: Plan, out: Path, done: set[str], hardlink: bool) -> None:
+    needed = sum(s.nbytes for s in plan.shards if s.name not in done and not (hardlink and s.verbatim))
+    free = shutil.disk_usage(out).free
+    if needed + SLACK > free:
+        raise SurgeryError(f"{out} needs {needed / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB free",
+                           "free some space, or give a folder on another disk with --out")  # fmt: skip
+
+
+# --- a file --------------------------------------------------------------------------------------------------------
+
+
+def _write_small(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    partial.replace(path)
+
+
+def _has(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_shard(shard: Shard, out: Path, done: bool, hardlink: bool, progress: Progress) -> str:
+    """Write one shard, or only hash the one that an earlier run finished; its sha256."""
+    path = out / shard.name
+    if done:
+        digest = hash_file(path, progress)
+    else:
+        partial = out / f".{shard.name}.partial"
+        partial.unlink(missing_ok=True)
+        if hardlink and shard.verbatim and _link(shard, partial):
+            digest = hash_file(partial, progress)
+        else:
+            digest = _stream(shard, partial, progress)
+        partial.replace(path)
+    return digest
+
+
+def _link(shard: Shard, partial: Path) -> bool:
+    """A hard link to the source's file (not to a symlink of the hub cache); False on another file system."""
+    assert shard.verbatim is not None
+    try:
+        os.link(shard.verbatim.path().resolve(), partial)
+    except OSError as e:
+        if e.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
+            raise
+        return False
+    return True
+
+
+def _stream(shard: Shard, partial: Path, progress: Progress) -> str:
+    with partial.open("wb+", buffering=0) as f, _Hasher(partial) as hasher, _Descriptors() as sources:
+        position = 0
+
+        def advance(n: int) -> None:
+            nonlocal position
+            position += n
+            hasher.reach(position)
+            progress(n)
+
+        fd = f.fileno()
+        if shard.verbatim:
+            _copy(sources.open(shard.verbatim.path()), fd, 0, shard.verbatim.size, shard.verbatim.name, advance)
+        else:
+            _write_all(fd, shard.header, advance)
+            for _, tensor in shard.tensors:
+                _write_tensor(tensor, fd, sources, advance)
+        os.fsync(fd)
+    return hasher.hexdigest
+
+
+def _write_tensor(tensor: LazyTensor, fd: int, sources: _Descriptors, advance: Progress) -> None:
+    if tensor.compute is None:
+        for e in tensor.extents:
+            _copy(sources.open(e.file.path()), fd, e.offset, e.length, e.file.name, advance)
+    elif tensor.nbytes:
+        import torch
+
+        value = tensor.read()
+        _write_all(fd, memoryview(value.reshape(-1).view(torch.uint8).numpy()), advance)
+
+
+def _write_all(fd: int, data: bytes | memoryview, advance: Progress) -> None:
+    view = memoryview(data)
+    while view:
+        n = os.write(fd, view[:CHUNK])
+        view = view[n:]
+        advance(n)
+
+
+_NO_KERNEL_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EPERM)
+
+
+def _copy(source: int, target: int, offset: int, length: int, name: str, advance: Progress) -> None:
+    """Append `length` bytes of `source` from `offset` to `target`, inside the kernel where it can."""
+    while length:
+        n = _copy_some(source, target, offset, min(length, CHUNK))
+        if not n:
+            raise SurgeryError(f"{name} ended early: it was truncated while it was read",
+                               "restore the source, then run the same command again")  # fmt: skip
+        offset, length = offset + n, length - n
+        advance(n)
+
+
+def _copy_some(source: int, target: int, offset: int, length: int) -> int:
+    if hasattr(os, "copy_file_range"):
+        try:
+            return os.copy_file_range(source, target, length, offset)
+        except OSError as e:
+            if e.errno not in _NO_KERNEL_COPY:
+                raise
+    view = memoryview(os.pread(source, min(length, 4 << 20), offset))
+    size = len(view)
+    while view:
+        view = view[os.write(target, view) :]
+    return size
+
+
+class _Descriptors:
+    """Source files, each opened once."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+
+    def __enter__(self) -> _Descriptors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+
+    def open(self, path: Path) -> int:
+        if path not in self._open:
+            self._open[path] = os.open(path, os.O_RDONLY)
+        return self._open[path]
+
+
+class _Hasher:
+    """sha256 of a file while it is written: a thread reads what has been reached, still warm in the page cache."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._reached = path, queue.SimpleQueue[int | None]()
+        self._error: BaseException | None = None
+        self.hexdigest = ""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Hasher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reached.put(None)
+        self._thread.join()
+        if self._error:
+            raise self._error
+
+    def reach(self, position: int) -> None:
+        self._reached.put(position)
+
+    def _run(self) -> None:
+        try:
+            h, position, buffer = hashlib.sha256(), 0, memoryview(bytearray(4 << 20))
+            with self._path.open("rb", buffering=0) as f:
+                while (end := self._reached.get()) is not None:
+                    while position < end:
+                        n = f.readinto(buffer[: min(len(buffer), end - position)])
+                        h.update(buffer[:n])
+                        position += n
+            self.hexdigest = h.hexdigest()
+        except BaseException as e:  # handed to the writer's thread
+            self._error = e
+
+
+def hash_file(path: Path, progress: Progress = lambda n: None) -> str:
+    """sha256 of a file, as hexadecimal digits."""
+    h, buffer = hashlib.sha256(), memoryview(bytearray(4 << 20))
+    with path.open("rb", buffering=0) as f:
+        while n := f.readinto(buffer):
+            h.update(buffer[:n])
+            progress(n)
+    return h.hexdigest()

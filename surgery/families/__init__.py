@@ -1,0 +1,8 @@
+"""Facts of architectures as data: where each family keeps its MLP, how it is laid out, what its config calls it.
+
+A new family is a row in `dense.py` or `moe.py`; nothing else in the project names an architecture.
+"""
+
+from surgery.families.family import Blocks, Family, Mlp, find, known, locate
+
+__all__ = ["Blocks", "Family", "Mlp", "find", "known", "locate"]
