@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from surgery.checkpoint import Checkpoint, LazyTensor
 from surgery.errors import SurgeryError
+
+
+def same_as(key: str) -> Callable[[Mapping[str, Any]], Any]:
+    """A default that is another field's value."""
+    return lambda config: config[key]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,13 +39,23 @@ class Family:
     layers_key: str = "num_hidden_layers"
     activation_key: str = "hidden_act"
     activation: str = "silu"  # the default of the model class
-    defaults: Mapping[str, Any] | None = None  # other defaults that a conversion must write out
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # what else it assumes; a value may be a function of the config
     # Mixture of experts
     experts: str | None = None  # the module with the routed experts; None: a dense family
     router: str | None = None
     shared: str | None = None  # the shared expert(s), which every token passes
     experts_key: str = "num_experts"
     top_k_key: str = "num_experts_per_tok"
+
+    def effective(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config with the model class's defaults written out where it is silent."""
+        out = dict(config)
+        for key, default in self.defaults.items():
+            if not callable(default):
+                out.setdefault(key, default)
+            elif out.get(key) is None:
+                out[key] = default(config)
+        return out
 
     @property
     def gated(self) -> bool:

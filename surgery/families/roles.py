@@ -1,0 +1,75 @@
+"""What a tensor is for, by its name: tables of patterns, first match wins.
+
+The row of the family, where there is one, comes before the generic rules, so that a `model_type` that is in no table is
+still understood as far as its names are usual ones. Both layouts of experts are covered: one tensor per expert
+(`experts.3.up_proj.weight`) and fused ones (`experts.gate_up_proj`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+from surgery.families.family import Family
+
+# In the order of a report. `towers` are what decoding text never runs: other modalities, multi-token prediction.
+ROLES = (
+    "embedding", "head", "attention", "mixer", "mlp", "shared_experts", "routed_experts", "router", "norms", "other",
+    "towers",
+)  # fmt: skip
+MLP_ROLES = ("mlp", "shared_experts", "routed_experts")
+IDLE_ROLES = ("embedding", "towers")  # never multiplied: an embedding is a lookup of one row
+
+LAYER = re.compile(r"^(?P<prefix>(?:[^.]+\.)*?(?:layers|h|blocks?))\.(?P<index>\d+)\.(?P<path>.+)$")
+TOWERS = re.compile(r"(^|[._])(vision|visual|audio|speech|multi_modal|mm_projector|image_newline|mtp)([._]|$)")
+EXPERT = re.compile(r"experts\.(\d+)\.")
+# The table of token embeddings, which is also the head where the checkpoint has no other.
+TOKENS = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|embeddings)\.weight$")
+DOWN = re.compile(r"(^|\.)(down_proj|w2|fc2|c_proj|dense_4h_to_h|output_linear|wo)([._]|$)")
+GATED = re.compile(r"(^|\.)(gate_proj|gate_up_proj|w3|wi_1|input_linear)([._]|$)")
+
+_NORM = r"(^|[._])(\w*norm\w*|ln\d?|ln_\w+)\.(weight|bias|scale)$"
+IN_LAYER: tuple[tuple[str, str], ...] = (
+    (_NORM, "norms"),
+    (r"(^|\.)(linear_attn|mamba|ssm|rwkv)\.", "mixer"),
+    (r"(^|\.)(\w*attn|\w*attention|\w*Attention)\.|(^|\.)mixer\.[qkvo]_proj\.", "attention"),
+    (r"(^|\.)(shared_experts?|shared_mlp)\.", "shared_experts"),
+    (r"(^|\.)(router|gate|wg|shared_expert_gate|moe_statics)(\.|$)", "router"),
+    (r"(^|\.)experts[._]|block_sparse_moe\.(input|output)_linear\.", "routed_experts"),
+    (r"(^|\.)mixer\.(gate|up|down)_proj\.", "mlp"),
+    (r"(^|\.)(mlp|feed_forward|ffn|ff|DenseReluDense|fc1|fc2|gate_proj|up_proj|down_proj)\.", "mlp"),
+    (r"(^|\.)(mixer|conv|temporal_block)\.", "mixer"),
+)
+OUTSIDE: tuple[tuple[str, str], ...] = (
+    (_NORM, "norms"),
+    (r"(^|\.)(norm\w*|ln_f)\.", "norms"),
+    (r"(^|\.)(lm_head|embed_out|output)\.", "head"),
+    (r"(^|\.)(\w*embed\w*|wte|wpe)(\.|$)", "embedding"),
+)
+
+
+def classifier(family: Family | None) -> Callable[[str, bool], str]:
+    """A function of a path and of whether it is inside a decoder layer, which returns one of ROLES."""
+    inside = _compile((*_own_rules(family), *IN_LAYER) if family else IN_LAYER)
+    outside = _compile(OUTSIDE)
+
+    @lru_cache(maxsize=None)
+    def classify(path: str, in_layer: bool) -> str:
+        rules = inside if in_layer else outside
+        return next((role for pattern, role in rules if pattern.search(path)), "other")
+
+    return classify
+
+
+def _own_rules(family: Family) -> Iterator[tuple[str, str]]:
+    """The paths that the family's row names."""
+    paths = ((family.shared, "shared_experts"), (family.router, "router"), (family.experts, "routed_experts"),
+             (family.gate, "mlp"), (family.up, "mlp"), (family.down, "mlp"))  # fmt: skip
+    for path, role in paths:
+        if path:
+            yield rf"^{re.escape(path)}(\.|$)", role
+
+
+def _compile(rules: tuple[tuple[str, str], ...]) -> tuple[tuple[re.Pattern[str], str], ...]:
+    return tuple((re.compile(pattern), role) for pattern, role in rules)
