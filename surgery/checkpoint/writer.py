@@ -24,7 +24,7 @@ from pathlib import Path
 from surgery.checkpoint.checkpoint import Checkpoint
 from surgery.checkpoint.compat import dump
 from surgery.checkpoint.plan import INDEX, Plan, Shard
-from surgery.checkpoint.tensors import LazyTensor
+from surgery.checkpoint.tensors import LazyTensor, SourceFile
 from surgery.errors import SurgeryError
 
 MARKER = "surgery.partial.json"
@@ -37,16 +37,20 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What was written where: the sha256 of each shard, and how many shards an earlier run had finished."""
+    """What was written where: the sha256 of each shard (where asked for), how many an earlier run had finished."""
 
     folder: Path
-    sha256: dict[str, str]
+    sha256: dict[str, str | None]
     resumed: int
 
 
-def write(plan: Plan, out: Path, *, source: Checkpoint, hardlink: bool = False,
+def write(plan: Plan, out: Path, *, source: Checkpoint, hardlink: bool = False, hashed: bool = True,
           progress: Progress = lambda n: None) -> Written:  # fmt: skip
     """Write the plan to the folder `out`, or go on with it. `progress` is told the bytes as they are written.
+
+    Args:
+        hardlink: where a shard is a source file unchanged, link to it instead of copying (same file system only).
+        hashed: take each shard's sha256 while it is written; linked and already finished shards are not read for it.
 
     Raises SurgeryError, before the first byte, for a folder that is not ours to write or a disk that is too small.
     """
@@ -58,7 +62,7 @@ def write(plan: Plan, out: Path, *, source: Checkpoint, hardlink: bool = False,
         for name in plan.small:
             if name not in (INDEX, "config.json"):
                 _write_small(out / name, plan.small[name])
-        sha256 = {s.name: _write_shard(s, out, s.name in done, hardlink, progress) for s in plan.shards}
+        sha256 = {s.name: None if s.name in done else _write_shard(s, out, hardlink, hashed, progress) for s in plan.shards}
         for name in (INDEX, "config.json"):
             if name in plan.small:
                 _write_small(out / name, plan.small[name])
@@ -162,27 +166,23 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _write_shard(shard: Shard, out: Path, done: bool, hardlink: bool, progress: Progress) -> str:
-    """Write one shard, or only hash the one that an earlier run finished; its sha256."""
-    path = out / shard.name
-    if done:
-        digest = hash_file(path, progress)
+def _write_shard(shard: Shard, out: Path, hardlink: bool, hashed: bool, progress: Progress) -> str | None:
+    """Write one shard under a temporary name, sync it, rename it; its sha256 where that was asked for."""
+    partial = out / f".{shard.name}.partial"
+    partial.unlink(missing_ok=True)
+    digest = None
+    if hardlink and shard.verbatim and _link(shard.verbatim, partial):
+        progress(shard.nbytes)
     else:
-        partial = out / f".{shard.name}.partial"
-        partial.unlink(missing_ok=True)
-        if hardlink and shard.verbatim and _link(shard, partial):
-            digest = hash_file(partial, progress)
-        else:
-            digest = _stream(shard, partial, progress)
-        partial.replace(path)
+        digest = _stream(shard, partial, hashed, progress)
+    partial.replace(out / shard.name)
     return digest
 
 
-def _link(shard: Shard, partial: Path) -> bool:
+def _link(source: SourceFile, partial: Path) -> bool:
     """A hard link to the source's file (not to a symlink of the hub cache); False on another file system."""
-    assert shard.verbatim is not None
     try:
-        os.link(shard.verbatim.path().resolve(), partial)
+        os.link(source.path().resolve(), partial)
     except OSError as e:
         if e.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
             raise
@@ -190,14 +190,15 @@ def _link(shard: Shard, partial: Path) -> bool:
     return True
 
 
-def _stream(shard: Shard, partial: Path, progress: Progress) -> str:
+def _stream(shard: Shard, partial: Path, hashed: bool, progress: Progress) -> str | None:
     with partial.open("wb+", buffering=0) as f, _Hasher(partial) as hasher, _Descriptors() as sources:
         position = 0
 
         def advance(n: int) -> None:
             nonlocal position
             position += n
-            hasher.reach(position)
+            if hashed:
+                hasher.reach(position)
             progress(n)
 
         fd = f.fileno()
@@ -208,7 +209,7 @@ def _stream(shard: Shard, partial: Path, progress: Progress) -> str:
             for _, tensor in shard.tensors:
                 _write_tensor(tensor, fd, sources, advance)
         os.fsync(fd)
-    return hasher.hexdigest
+    return hasher.hexdigest if hashed else None
 
 
 def _write_tensor(tensor: LazyTensor, fd: int, sources: _Descriptors, advance: Progress) -> None:

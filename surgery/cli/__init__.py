@@ -1,0 +1,107 @@
+"""The command line: parse, call, render. Nothing below this package prints.
+
+Commands are imported when they are called and heavy modules inside them, so that `--help` needs neither torch nor
+transformers.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from surgery import __version__
+from surgery.errors import SurgeryError, UsageError
+
+COMMANDS = {  # in the order of the help
+    "inspect": "Weigh a model: parameters, FLOPs, bytes, milliseconds per token.",
+    "upcycle": "Turn each MLP into a mixture of copies, exactly.",
+    "relufy": "Put ReLU in every MLP, for activation sparsity.",
+    "verify": "Prove an output against its source.",
+    "families": "List the supported architectures.",
+    "demo": "Upcycle and relufy the embedded model, verify both.",
+    "completion": "Print the shell completion script.",
+}
+
+
+class Commands(click.Group):
+    """Commands by name, each in a module of its own."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"surgery.cli.{cmd_name}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="surgery")
+def surgery() -> None:
+    """Operate on the MLP blocks of trained Hugging Face checkpoints.
+
+    \b
+    Examples:
+      surgery demo
+      surgery inspect meta-llama/Llama-2-70b-hf
+      surgery upcycle --experts 8 Qwen/Qwen3-8B
+      surgery relufy ./my-model --dry-run
+      surgery verify ./my-model ./my-model-relu
+
+    MODEL is a folder, a .safetensors file or a Hub id, owner/name or owner/name@revision.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    try:
+        code = surgery.main(arguments, prog_name="surgery", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, click.Abort):
+        return _report("interrupted", "run the same command again to go on", 130)
+    except click.UsageError as e:
+        command = e.ctx.command_path if e.ctx else "surgery"
+        return _report(e.format_message(), f"see `{command} --help`", 2)
+    except click.ClickException as e:
+        return _report(e.format_message(), "", 1)
+    except UsageError as e:
+        return _report(e.message, e.hint, 2)
+    except SurgeryError as e:
+        return _report(e.message, e.hint, 1)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - the reader of the pipe is gone
+        return 1
+    except OSError as e:
+        hint = "free some space, then run the same command again" if e.errno == errno.ENOSPC else _DEBUG
+        return _report(f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}", hint, 1)
+    except Exception as e:
+        return _report(f"unexpected {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", f"this is a bug; {_DEBUG}", 1)
+
+
+_DEBUG = "SURGERY_DEBUG=1 shows where"
+
+
+def _report(message: str, hint: str, code: int) -> int:
+    if os.environ.get("SURGERY_DEBUG") == "1" and sys.exc_info()[0] not in (None, KeyboardInterrupt):
+        import traceback
+
+        traceback.print_exc()
+    click.echo(click.style("error: ", fg="red", bold=True) + message if code != 130 else message, err=True)
+    if hint:
+        click.echo(f"hint: {hint}", err=True)
+    return code

@@ -37,7 +37,7 @@ class Family:
     hidden_key: str = "hidden_size"
     width_key: str = "intermediate_size"
     layers_key: str = "num_hidden_layers"
-    activation_key: str = "hidden_act"
+    activation_key: str = "hidden_act"  # "": the activation is fixed in the model class
     activation: str = "silu"  # the default of the model class
     defaults: Mapping[str, Any] = field(default_factory=dict)  # what else it assumes; a value may be a function of the config
     # Mixture of experts

@@ -1,8 +1,10 @@
 """Mixture-of-experts families. Names are those on disk, one tensor per expert where the family has both layouts."""
 
+from typing import Any
+
 from surgery.families.family import Family
 
-_BLOCK = {"mlp": "block_sparse_moe", "experts_key": "num_local_experts"}
+_BLOCK: dict[str, Any] = {"mlp": "block_sparse_moe", "experts_key": "num_local_experts"}
 
 MOE: dict[str, Family] = {
     f.model_type: f
@@ -22,7 +24,7 @@ MOE: dict[str, Family] = {
                shared="feed_forward.shared_expert", experts_key="num_local_experts"),
         Family(model_type="llama4_text", mlp="feed_forward", experts="feed_forward.experts",
                router="feed_forward.router", shared="feed_forward.shared_expert", experts_key="num_local_experts"),
-        Family(model_type="gpt_oss", experts="mlp.experts", router="mlp.router", experts_key="num_local_experts"),
+        Family(model_type="gpt_oss", activation_key="", experts="mlp.experts", router="mlp.router", experts_key="num_local_experts"),
         Family(model_type="nemotron_h", mlp="mixer", gate=None, up="mixer.up_proj", down="mixer.down_proj",
                experts="mixer.experts", router="mixer.gate", shared="mixer.shared_experts", activation="relu2",
                activation_key="mlp_hidden_act", experts_key="n_routed_experts"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache
 
 from surgery.families.family import Family
 
@@ -21,7 +21,7 @@ ROLES = (
 MLP_ROLES = ("mlp", "shared_experts", "routed_experts")
 IDLE_ROLES = ("embedding", "towers")  # never multiplied: an embedding is a lookup of one row
 
-LAYER = re.compile(r"^(?P<prefix>(?:[^.]+\.)*?(?:layers|h|blocks?))\.(?P<index>\d+)\.(?P<path>.+)$")
+LAYER = re.compile(r"^(?P<prefix>(?:[^.]+\.)*?(?:layers?|h|blocks?))\.(?P<index>\d+)\.(?P<path>.+)$")
 TOWERS = re.compile(r"(^|[._])(vision|visual|audio|speech|multi_modal|mm_projector|image_newline|mtp)([._]|$)")
 EXPERT = re.compile(r"experts\.(\d+)\.")
 # The table of token embeddings, which is also the head where the checkpoint has no other.
@@ -29,16 +29,17 @@ TOKENS = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|embedding
 DOWN = re.compile(r"(^|\.)(down_proj|w2|fc2|c_proj|dense_4h_to_h|output_linear|wo)([._]|$)")
 GATED = re.compile(r"(^|\.)(gate_proj|gate_up_proj|w3|wi_1|input_linear)([._]|$)")
 
-_NORM = r"(^|[._])(\w*norm\w*|ln\d?|ln_\w+)\.(weight|bias|scale)$"
+_NORM = r"(^|[._])(\w*[nN]orm\w*|ln\d?|ln_\w+)(\.\d+)?\.(weight|bias|scale)$"
 IN_LAYER: tuple[tuple[str, str], ...] = (
     (_NORM, "norms"),
     (r"(^|\.)(linear_attn|mamba|ssm|rwkv)\.", "mixer"),
     (r"(^|\.)(\w*attn|\w*attention|\w*Attention)\.|(^|\.)mixer\.[qkvo]_proj\.", "attention"),
     (r"(^|\.)(shared_experts?|shared_mlp)\.", "shared_experts"),
     (r"(^|\.)(router|gate|wg|shared_expert_gate|moe_statics)(\.|$)", "router"),
-    (r"(^|\.)experts[._]|block_sparse_moe\.(input|output)_linear\.", "routed_experts"),
+    (r"(^|\.)experts[._]|(^|\.)(block_sparse_moe|mlp)\.(input|output)_linear\.", "routed_experts"),
     (r"(^|\.)mixer\.(gate|up|down)_proj\.", "mlp"),
     (r"(^|\.)(mlp|feed_forward|ffn|ff|DenseReluDense|fc1|fc2|gate_proj|up_proj|down_proj)\.", "mlp"),
+    (r"(^|\.)(intermediate|output)\.dense\.", "mlp"),
     (r"(^|\.)(mixer|conv|temporal_block)\.", "mixer"),
 )
 OUTSIDE: tuple[tuple[str, str], ...] = (
@@ -54,7 +55,7 @@ def classifier(family: Family | None) -> Callable[[str, bool], str]:
     inside = _compile((*_own_rules(family), *IN_LAYER) if family else IN_LAYER)
     outside = _compile(OUTSIDE)
 
-    @lru_cache(maxsize=None)
+    @cache
     def classify(path: str, in_layer: bool) -> str:
         rules = inside if in_layer else outside
         return next((role for pattern, role in rules if pattern.search(path)), "other")

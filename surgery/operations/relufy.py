@@ -24,6 +24,9 @@ def relufy(checkpoint: Checkpoint, *, activation: str = "relu") -> Checkpoint:
     require_plain(checkpoint)
     blocks = locate(checkpoint)
     family = blocks.family
+    if not family.activation_key:
+        raise SurgeryError(f"the activation of {family.model_type} is fixed in its code, no config field changes it",
+                           "`surgery families` lists where relufy works")  # fmt: skip
     before = str(checkpoint.text_config.get(family.activation_key) or family.activation)
     if before == activation:
         raise SurgeryError(f"the activation of this {family.model_type} is {activation} already", "there is nothing to do")

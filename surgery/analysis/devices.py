@@ -1,0 +1,156 @@
+"""Devices, and the roofline: a step takes the longer of streaming its bytes and doing its FLOPs.
+
+S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model for multicore architectures",
+CACM 2009. Both rates are peaks: no kernel reaches them, so the times are lower bounds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from surgery.analysis.weigh import BYTES, Weights
+from surgery.errors import UsageError
+from surgery.families.roles import MLP_ROLES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """`bandwidth` of the memory in bytes/s, `peak` of dense bf16 matrix products in FLOP/s."""
+
+    name: str
+    bandwidth: float
+    peak: float
+    source: str = "given"
+
+    @property
+    def ridge(self) -> float:
+        """FLOP per byte from which the arithmetic, not the memory, is the limit."""
+        return self.peak / self.bandwidth
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ridge": self.ridge}
+
+
+DEVICES: dict[str, Device] = {
+    name: Device(name=name, bandwidth=tb_per_s * 1e12, peak=tflops * 1e12, source=source)
+    for name, tb_per_s, tflops, source in (
+        ("h100", 3.35, 989, "NVIDIA H100 data sheet, SXM5 80 GB"),
+        ("h200", 4.8, 989, "NVIDIA H200 data sheet, SXM5 141 GB"),
+        ("b200", 8.0, 2250, "NVIDIA Blackwell data sheet, SXM6"),
+        ("a100", 2.039, 312, "NVIDIA A100 data sheet, SXM4 80 GB"),
+        ("a100-40gb", 1.555, 312, "NVIDIA A100 data sheet, SXM4 40 GB"),
+        ("l40s", 0.864, 362.05, "NVIDIA L40S data sheet"),
+        ("l4", 0.3, 121, "NVIDIA L4 data sheet (half of the rate with sparsity)"),
+        ("a10", 0.6, 125, "NVIDIA A10 data sheet"),
+        ("rtx5090", 1.792, 209.5, "NVIDIA RTX Blackwell whitepaper, fp32 accumulation"),
+        ("rtx4090", 1.008, 165.2, "NVIDIA Ada whitepaper, fp32 accumulation"),
+        ("rtx3090", 0.936, 71, "NVIDIA GA102 whitepaper, fp32 accumulation"),
+        ("mi300x", 5.3, 1307.4, "AMD Instinct MI300X data sheet"),
+        ("mi325x", 6.0, 1307.4, "AMD Instinct MI325X data sheet"),
+        ("tpu-v5e", 0.819, 197, "Google Cloud TPU documentation"),
+        ("tpu-v5p", 2.765, 459, "Google Cloud TPU documentation"),
+        ("m2-ultra", 0.8, 27.2, "Apple M2 Ultra, 76 GPU cores: fp32 rate"),
+        ("cpu", 0.0896, 2.0, "two channels of DDR5-5600; 16 cores of AVX-512, an estimate"),
+    )
+}  # fmt: skip
+_UNITS = {"G": 1e9, "T": 1e12, "P": 1e15}
+_BANDWIDTH = re.compile(r"([\d.]+)\s*([GTP])B/s", re.IGNORECASE)
+_PEAK = re.compile(r"([\d.]+)\s*([GTP])FLOP(?:/?s)?", re.IGNORECASE)
+
+
+def parse_device(text: str) -> Device:
+    """A device of the table by its name, or one given as "3.35TB/s,989TFLOP/s". Raises UsageError for anything else."""
+    if text.lower() in DEVICES:
+        return DEVICES[text.lower()]
+    bandwidth, peak = _BANDWIDTH.search(text), _PEAK.search(text)
+    if not bandwidth or not peak:
+        raise UsageError(f"no device {text!r} is known", f"one of {', '.join(DEVICES)}; or give 3.35TB/s,989TFLOP/s")
+    return Device(name=text, bandwidth=_rate(bandwidth), peak=_rate(peak))
+
+
+def _rate(match: re.Match[str]) -> float:
+    return float(match[1]) * _UNITS[match[2].upper()]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One decoding step: FLOPs, and bytes read."""
+
+    flops: float
+    nbytes: float
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte."""
+        return self.flops / self.nbytes if self.nbytes else 0.0
+
+    def seconds(self, device: Device) -> float:
+        return max(self.nbytes / device.bandwidth, self.flops / device.peak)
+
+    def bound(self, device: Device) -> str:
+        return "compute" if self.intensity >= device.ridge else "memory"
+
+    def as_dict(self, device: Device) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "intensity": self.intensity,
+            "ms": 1e3 * self.seconds(device),
+            "bound": self.bound(device),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decode:
+    """A decoding step of `batch` sequences, each of which gets one token: the MLPs, and the whole model."""
+
+    device: Device
+    batch: int
+    dtype: str | None  # None: as stored
+    context: int  # positions attended to; 0: attention scores and KV cache are left out
+    mlp: Work
+    whole: Work
+    compute_bound_from: int | None  # the smallest batch at which the MLPs reach the ridge; None without MLPs
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: FLOPs, bytes and milliseconds per step, FLOP per byte."""
+        return {
+            "device": self.device.as_dict(), "batch": self.batch, "dtype": self.dtype, "context": self.context,
+            "mlp": self.mlp.as_dict(self.device), "whole": self.whole.as_dict(self.device),
+            "mlp_compute_bound_from_batch": self.compute_bound_from,
+        }  # fmt: skip
+
+
+def decode(weights: Weights, device: Device, *, batch: int = 1, dtype: str | None = None, context: int = 0) -> Decode:
+    """What a decoding step costs on a device, the weights being read once: as stored, or as `dtype`.
+
+    Raises UsageError for a dtype that is not in weigh.BYTES.
+    """
+    if dtype and dtype not in BYTES:
+        raise UsageError(f"no dtype {dtype!r} is known", f"one of {', '.join(BYTES)}")
+
+    def mlp(batch: int) -> Work:
+        return mlp_work(weights, batch, dtype)
+
+    whole = Work(batch * weights.flops(context=context), weights.nbytes(batch=batch, dtype=dtype, context=context))
+    return Decode(device=device, batch=batch, dtype=dtype, context=context, mlp=mlp(batch), whole=whole,
+                  compute_bound_from=_first_batch(mlp, device.ridge) if mlp(1).flops else None)  # fmt: skip
+
+
+def mlp_work(weights: Weights, batch: int, dtype: str | None = None) -> Work:
+    """The MLPs' part of a decoding step: routers apart."""
+    return Work(batch * weights.flops(*MLP_ROLES), weights.nbytes(*MLP_ROLES, batch=batch, dtype=dtype))
+
+
+def _first_batch(work: Callable[[int], Work], ridge: float) -> int:
+    """The smallest batch whose intensity is at least `ridge`: it only grows, since bytes are bounded."""
+    high = 1
+    while work(high).intensity < ridge:
+        high *= 2
+    low = high // 2
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if work(middle).intensity < ridge else (low, middle)
+    return high

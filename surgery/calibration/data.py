@@ -1,0 +1,101 @@
+"""Token ids to measure with: the text that comes with the package, or a file, through the checkpoint's own tokenizer.
+
+Each sequence is a window of the text behind the beginning-of-sequence token where the tokenizer adds one. Without a
+tokenizer the ids are random, which is enough to compare two models and useless for perplexity; the sample says which.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from surgery.calibration.stock import parse_config, runs_custom_code
+from surgery.checkpoint import Checkpoint
+from surgery.errors import SurgeryError
+
+SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")  # files that a tokenizer may consist of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """`input_ids` [B, T]. `text` is False where they are random; `source` says in words what they are."""
+
+    input_ids: Tensor
+    source: str
+    text: bool
+
+    @property
+    def sha256(self) -> str:
+        """Of the ids as little-endian int64, row by row."""
+        return hashlib.sha256(self.input_ids.numpy().astype("<i8").tobytes()).hexdigest()
+
+    def as_dict(self) -> dict[str, Any]:
+        sequences, length = self.input_ids.shape
+        return {"source": self.source, "sequences": sequences, "length": length, "sha256": self.sha256}
+
+
+def sample_ids(checkpoint: Checkpoint, *, tokens: int, sequence_length: int, split: str = "evaluation",
+               file: Path | None = None, seed: int = 0) -> Sample:  # fmt: skip
+    """tokens // sequence_length sequences (one at least) of `sequence_length` tokens of text, each behind BOS if any.
+
+    The text is `split` ("calibration" or "evaluation") of the package, or `file`. A text that is shorter than one
+    sequence is repeated; one that is shorter than `tokens` gives fewer sequences.
+    """
+    rows = max(1, tokens // sequence_length)
+    tokenizer, reason = _load_tokenizer(checkpoint)
+    if tokenizer is None:
+        vocab_size = parse_config(checkpoint).get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(vocab_size, (rows, sequence_length), generator=generator)
+        return Sample(input_ids=ids, source=f"random ids, seed {seed} ({reason})", text=False)
+    text, name = _read(split, file)
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    if not len(ids):
+        raise SurgeryError(f"{name} holds no text", "give a file of plain text in UTF-8")
+    if len(ids) < sequence_length:
+        name = f"{name}, repeated"
+        ids = ids.repeat(-(-sequence_length // len(ids)))
+    rows = min(rows, len(ids) // sequence_length)
+    ids = ids[: rows * sequence_length].view(rows, sequence_length)
+    bos = torch.tensor(_bos(tokenizer), dtype=torch.long).expand(rows, -1)
+    return Sample(input_ids=torch.cat([bos, ids], dim=1), source=name, text=True)
+
+
+def _read(split: str, file: Path | None) -> tuple[str, str]:
+    """The text and its name."""
+    if file is None:
+        return (resources.files("surgery.demo") / "text" / f"{split}.txt").read_text("utf-8"), f"built-in {split} text"
+    try:
+        return file.read_text("utf-8"), file.name
+    except (OSError, UnicodeDecodeError) as e:
+        raise SurgeryError(f"cannot read {file}: {e}", "give a file of plain text in UTF-8") from None
+
+
+def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Any, str]:
+    """The checkpoint's tokenizer, or None and why."""
+    files = [f for f in checkpoint.files if f.name.endswith(SUFFIXES) and "/" not in f.name]
+    if not any(f.name.startswith(("tokenizer", "vocab", "tekken")) or f.name.endswith(SUFFIXES[2:4]) for f in files):
+        return None, "the checkpoint has no tokenizer"
+    with tempfile.TemporaryDirectory() as folder:
+        for f in files:
+            shutil.copy(f.path(), Path(folder, f.name))
+        trust = runs_custom_code(checkpoint)
+        try:
+            return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust), ""
+        except Exception as e:  # tokenizers raise whatever their library does: random ids still compare two models
+            return None, f"the tokenizer does not load: {type(e).__name__}: {str(e)[:200]}"
+
+
+def _bos(tokenizer: Any) -> list[int]:
+    """[the beginning-of-sequence id] where the tokenizer puts it in front of a text, else []."""
+    first = tokenizer("a").input_ids[:1]
+    return first if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else []

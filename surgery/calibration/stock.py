@@ -1,0 +1,304 @@
+"""The bridge to transformers: the class that would load a checkpoint, and its weights brought in and dropped by name.
+
+The class is built on the meta device from the config as `from_pretrained` parses it. On-disk names go through
+transformers' own loader, so that fused experts, prefixes and renamed layers mean what they mean there. Nothing else
+in the project touches the internals of transformers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from surgery.checkpoint import Checkpoint, LazyTensor
+from surgery.checkpoint.tensors import DTYPES
+from surgery.errors import SurgeryError
+from surgery.families import Blocks
+
+OTHER_MODALITIES = ("vision", "visual", "audio", "multi_modal")  # parts of a name that text never passes
+CONVERTS = int(transformers.__version__.split(".")[0]) >= 5  # transformers 5 renames and fuses tensors as it loads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NameReport:
+    """The checkpoint's names and shapes against its model class; each empty where they agree."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]  # "name: shape on disk, shape in the class"
+
+
+def parse_config(checkpoint: Checkpoint) -> Any:
+    """The `PretrainedConfig` that stock loading would build, every default filled in."""
+    with _folder(checkpoint) as folder:
+        return _parse(checkpoint, folder)
+
+
+def meta_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """The CausalLM class of the checkpoint: parameters on the meta device, buffers real, in eval mode.
+
+    Attention is what `from_pretrained` chooses, but eager where scores are soft-capped: sdpa leaves the cap out.
+    """
+    from accelerate import init_empty_weights
+
+    with _folder(checkpoint) as folder, init_empty_weights(include_buffers=False), _quiet():
+        config = _parse(checkpoint, folder)
+        if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+            config._attn_implementation = "eager"
+        options = {"dtype": dtype, "trust_remote_code": runs_custom_code(checkpoint)}
+        model = transformers.AutoModelForCausalLM.from_config(config, **options)
+    model.config.output_router_logits = False  # the auxiliary loss wants router logits of layers that are not there
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer if buffer is None else buffer.to(device)
+    return model.eval()
+
+
+def decoder_layers(model: Any, blocks: Blocks) -> tuple[str, nn.ModuleList]:
+    """The language model's ModuleList of decoder layers, and its name in the model."""
+    for name, module in model.named_modules():
+        wanted = isinstance(module, nn.ModuleList) and name.split(".")[-1] == blocks.family.layers
+        if wanted and len(module) == blocks.count and not _other_modality(name):
+            return name, module
+    raise SurgeryError(f"{type(model).__name__} has no list of {blocks.count} decoder layers named {blocks.family.layers}",
+                       "the number of layers in config.json is not what the model class builds")  # fmt: skip
+
+
+def load(model: Any, tensors: Mapping[str, LazyTensor], device: str = "cpu") -> None:
+    """Load these on-disk names into the model in its own dtype, renamed and converted as stock loading does.
+
+    A head that is tied to the embeddings is tied to whichever of the two is there. Raises SurgeryError where a shape is
+    not the class's.
+    """
+    if CONVERTS:
+        with _quiet():
+            info = _convert(model, {name: _Deferred(t) for name, t in tensors.items()}, device)
+        problems = _mismatches(info)
+    else:
+        problems = _load_plain(model, tensors, device)
+    if problems:
+        raise SurgeryError(problems[0], "the tensors do not belong to this config.json")
+    _tie(model)
+
+
+def unload(module: nn.Module) -> None:
+    """Parameters back to the meta device; buffers stay."""
+    for m in module.modules():
+        for name, p in m._parameters.items():
+            if p is not None:
+                m._parameters[name] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
+    _trim()
+
+
+def check_names(checkpoint: Checkpoint) -> NameReport:
+    """Every name and shape of the checkpoint against its model class, with the loader's own renaming. Reads no weight."""
+    model = meta_model(checkpoint)
+    compare = _compare_converted if CONVERTS else _compare_plain
+    info = compare(model, checkpoint.tensors)
+    missing = set(info.missing_keys) - _tied(model, set(info.missing_keys))
+    return NameReport(
+        missing=_without(missing, model._keys_to_ignore_on_load_missing),
+        unexpected=_without(info.unexpected_keys, _ignored(model)),
+        mismatched=tuple(_mismatches(info)),
+    )
+
+
+# --- config -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _folder(checkpoint: Checkpoint) -> Iterator[Path]:
+    """A folder with the config and the custom code alone: what transformers wants to be shown."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, str(checkpoint.config.get("model_type", "model")))
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(dict(checkpoint.config)), encoding="utf-8")
+        for file in checkpoint.files:
+            if runs_custom_code(checkpoint) and file.name.endswith(".py"):
+                (folder / file.name).write_bytes(file.path().read_bytes())
+        yield folder
+
+
+def _parse(checkpoint: Checkpoint, folder: Path) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=runs_custom_code(checkpoint))
+    except (ValueError, KeyError) as e:
+        reason = str(e).splitlines()[0]
+        raise SurgeryError(f"transformers {transformers.__version__} cannot read config.json: {reason}",
+                           "upgrade transformers, or mend the config") from None  # fmt: skip
+
+
+def runs_custom_code(checkpoint: Checkpoint) -> bool:
+    """Whether to run the checkpoint's own code: only where transformers has none for it."""
+    return checkpoint.custom_code and checkpoint.config.get("model_type") not in transformers.CONFIG_MAPPING
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """What the loader takes for a slice of a safetensors file: read when it is indexed."""
+
+    tensor: LazyTensor
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        return self.tensor.read()
+
+
+def _convert(model: Any, state: Mapping[str, Any], device: str) -> Any:
+    """transformers 5: names renamed, experts fused, dtypes as planned."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    options = LoadStateDictConfig(
+        dtype=model.dtype,
+        dtype_plan=model._get_dtype_plan(model.dtype),
+        device_map={"": device},
+        weight_mapping=get_model_conversion_mapping(model),
+    )
+    info, _ = convert_and_load_state_dict_in_model(model, dict(state), options)
+    return info
+
+
+def _load_plain(model: Any, tensors: Mapping[str, LazyTensor], device: str) -> list[str]:
+    """transformers 4: names as they are, one at a time."""
+    info = _compare_plain(model, tensors)
+    if not info.mismatched_keys:
+        expected = model.state_dict()
+        named = {_plain_name(model, name, expected): t for name, t in tensors.items()}
+        state = {n: t.read().to(device, expected[n].dtype) for n, t in named.items() if n in expected}
+        model.load_state_dict(state, strict=False, assign=True)
+    return _mismatches(info)
+
+
+def _plain_name(model: Any, name: str, expected: Mapping[str, Any]) -> str:
+    for pattern, replacement in model._checkpoint_conversion_mapping.items():
+        name, changed = re.subn(pattern, replacement, name)
+        if changed:
+            break
+    prefixed = f"{model.base_model_prefix}.{name}"
+    return prefixed if name not in expected and prefixed in expected else name
+
+
+def _tie(model: Any) -> None:
+    """As stock loading does: whichever of head and embeddings the checkpoint has serves both."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if not _ties(model):
+        return
+    if head.weight.is_meta:
+        head.weight = embeddings.weight
+    elif embeddings.weight.is_meta:
+        embeddings.weight = head.weight
+
+
+def _ties(model: Any) -> bool:
+    return model.get_output_embeddings() is not None and bool(model.config.get_text_config().tie_word_embeddings)
+
+
+def _trim() -> None:
+    """Give freed pages back: glibc keeps what is below its threshold, and a walk would grow to the size of the model."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim:
+        trim(0)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No bar of transformers' own: it would draw one for every layer."""
+    from transformers.utils import logging
+
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def _compare_converted(model: Any, tensors: Mapping[str, LazyTensor]) -> Any:
+    """transformers 5: the loader itself, on tensors without data."""
+    with _quiet():
+        return _convert(model, {name: _empty(t) for name, t in tensors.items()}, "meta")
+
+
+def _compare_plain(model: Any, tensors: Mapping[str, LazyTensor]) -> Any:
+    expected = model.state_dict()
+    named = {_plain_name(model, name, expected): t for name, t in tensors.items()}
+    shapes = {(n, t.shape, tuple(expected[n].shape)) for n, t in named.items() if n in expected}
+    return SimpleNamespace(
+        missing_keys=set(expected) - set(named),
+        unexpected_keys=set(named) - set(expected),
+        mismatched_keys={s for s in shapes if s[1] != s[2]},
+        conversion_errors={},
+    )
+
+
+def _empty(t: LazyTensor) -> torch.Tensor:
+    return torch.empty(t.shape, dtype=getattr(torch, DTYPES[t.dtype][1]), device="meta")
+
+
+def _mismatches(info: Any) -> list[str]:
+    shapes = [f"{n}: {tuple(found)} on disk, {tuple(wanted)} in the class" for n, found, wanted in info.mismatched_keys]
+    failed = [f"{n}: {text.strip().splitlines()[-1]}" for n, text in info.conversion_errors.items()]
+    return sorted(shapes) + sorted(failed)
+
+
+def _tied(model: Any, missing: set[str]) -> set[str]:
+    """The one of head and embeddings that is missing where they are tied and the other is there."""
+    if not _ties(model):
+        return set()
+    pair = {f"{module_name(model, m)}.weight" for m in (model.get_output_embeddings(), model.get_input_embeddings())}
+    return set() if pair <= missing else pair
+
+
+def module_name(model: nn.Module, module: nn.Module) -> str:
+    return next(name for name, m in model.named_modules() if m is module)
+
+
+def _ignored(model: Any) -> list[str]:
+    """Patterns of names that the class drops in silence: its own, and buffers that it computes."""
+    computed = {n for n, _ in model.named_buffers()}
+    buffers = computed | {n.removeprefix(model.base_model_prefix + ".") for n in computed}
+    patterns = [rf"^{re.escape(n)}$" for n in buffers] + [r"rotary_emb\.inv_freq"]
+    return [*patterns, *(model._keys_to_ignore_on_load_unexpected or ())]
+
+
+def _without(names: Iterable[str], patterns: Iterable[str] | None) -> tuple[str, ...]:
+    patterns = list(patterns or ())
+    return tuple(sorted(n for n in names if not any(re.search(p, n) for p in patterns)))
+
+
+def _other_modality(name: str) -> bool:
+    return any(part in name for part in OTHER_MODALITIES)
+
+
+def outer_names(blocks: Blocks) -> list[str]:
+    """On-disk names outside the decoder layers that text passes: embeddings, final norm, head."""
+    layer = re.compile(rf"{re.escape(blocks.prefix)}\d+\.")
+    return [n for n in blocks.checkpoint.tensors if not layer.match(n) and not _other_modality(n)]
+
+
+def without_weights(model: Any, skip: Iterable[nn.Module]) -> list[str]:
+    """Parameters that text passes and that are still on the meta device, outside the modules of `skip`."""
+    skipped = {id(p) for module in skip for p in module.parameters()}
+    return [n for n, p in model.named_parameters() if p.is_meta and id(p) not in skipped and not _other_modality(n)]

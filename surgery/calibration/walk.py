@@ -1,0 +1,203 @@
+"""A forward pass that holds one decoder layer at a time, so that a model need not fit in memory.
+
+Embeddings and masks are recorded once by running the real body with every decoder layer replaced by a stub that keeps
+its arguments; then each layer is loaded, run on all batches and dropped. At the end the stock class runs once more,
+its stubs returning the walk's hidden states: final norm, head, soft-capping and scaling need no code here.
+
+Shapes: b sequences of a batch, T positions, H hidden_size, V vocab_size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.calibration import stock
+from surgery.checkpoint import Checkpoint
+from surgery.errors import SurgeryError
+from surgery.families import locate
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Positions = tuple[slice, slice]  # rows and positions of input_ids
+BATCH_TOKENS = 2048
+CHUNK_LOGITS = 2**24  # logits held at once: 64 MiB in fp32
+
+
+@dataclass(kw_only=True, slots=True)
+class Layer:
+    """One decoder layer with its weights. `hidden` [b, T, H] for each batch: its inputs, and after `run` its outputs."""
+
+    index: int
+    module: nn.Module
+    hidden: list[Tensor]
+    arguments: list[Arguments]
+    done: bool = False
+
+    @torch.no_grad()
+    def outputs(self) -> Iterator[Tensor]:
+        """The output [b, T, H] of each batch with the module as it stands; the walk does not move."""
+        for hidden, (args, kwargs) in zip(self.hidden, self.arguments, strict=False):
+            out = self.module(hidden, *args, **kwargs)
+            yield out[0] if isinstance(out, tuple) else out
+
+    def run(self) -> None:
+        """Replace the hidden states by the layer's outputs, batch by batch."""
+        for b, out in enumerate(self.outputs()):
+            self.hidden[b] = out
+        self.done = True
+
+
+class Walk:
+    """`for layer in walk: ...` visits each decoder layer, loaded; then `logits()`.
+
+    The body of the loop may hook `layer.module`, look at `layer.outputs()`, load other weights into it, and `run()`
+    it; a layer that it did not run is run when the loop goes on. `hidden` is where the walk stands, and is changed in
+    place.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, input_ids: Tensor, *, dtype: torch.dtype = torch.float32,
+                 device: str = "cpu", batch_size: int = 0) -> None:  # fmt: skip
+        self.checkpoint, self.device, self.dtype = checkpoint, device, dtype
+        self.blocks = locate(checkpoint)
+        self.model = stock.meta_model(checkpoint, dtype, device)
+        self.layers_name, self.layers = stock.decoder_layers(self.model, self.blocks)
+        self.hidden: list[Tensor] = []
+        self.arguments: list[list[Arguments]] = [[] for _ in self.layers]  # by layer, by batch
+        self._record(input_ids.split(batch_size or max(1, BATCH_TOKENS // input_ids.shape[1])))
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[Layer]:
+        return self.steps()
+
+    def steps(self, start: int = 0) -> Iterator[Layer]:
+        """The layers from `start` on; `hidden` is the input of the first."""
+        for index in range(start, len(self.layers)):
+            module = self.layers[index]
+            self.load(self.blocks.names(index))
+            self._require([n for n, p in module.named_parameters() if p.is_meta], f"layer {index}: ")
+            layer = Layer(index=index, module=module, hidden=self.hidden, arguments=self.arguments[index])
+            try:
+                yield layer
+                if not layer.done:
+                    layer.run()
+            finally:
+                stock.unload(module)
+
+    def load(self, names: Sequence[str]) -> None:
+        """Load these tensors of the checkpoint into the model."""
+        stock.load(self.model, {n: self.checkpoint.tensors[n] for n in names}, self.device)
+
+    def fork(self, checkpoint: Checkpoint, hidden: Sequence[Tensor]) -> Walk:
+        """A walk that goes on from `hidden` (the first batches) with the weights of `checkpoint`, of the same config.
+
+        It shares the model: use one of the two at a time.
+        """
+        other = copy.copy(self)
+        other.checkpoint, other.blocks, other.hidden = checkpoint, locate(checkpoint), list(hidden)
+        return other
+
+    @torch.no_grad()
+    def logits(self) -> Iterator[tuple[Positions, Tensor]]:
+        """After the last layer: logits [b, n, V] of n positions of a batch, and where in `input_ids` they stand.
+
+        Never more than `CHUNK_LOGITS` of them (or one position of a batch) at a time.
+        """
+        self._load_outer(without=self.model.get_input_embeddings())
+        vocab_size = self.model.config.get_text_config().vocab_size
+        try:
+            row = 0
+            for hidden in self.hidden:
+                rows = slice(row, row + len(hidden))
+                n = max(1, CHUNK_LOGITS // (len(hidden) * vocab_size))
+                for start in range(0, hidden.shape[1], n):
+                    chunk = hidden[:, start : start + n]
+                    yield (rows, slice(start, start + chunk.shape[1])), self._head(chunk)
+                row = rows.stop
+        finally:
+            stock.unload(self.model)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """Final norm and head of hidden states [b, n, H] that stand at the end of the last layer."""
+        width = self.model.get_input_embeddings().embedding_dim
+        nothing = torch.zeros(*hidden.shape[:2], width, dtype=self.dtype, device=self.device)
+        with self._stubs(lambda hidden_states, *args, **kwargs: hidden.as_subclass(_Whole)):
+            return self.model(inputs_embeds=nothing, use_cache=False).logits
+
+    @torch.no_grad()
+    def _record(self, batches: Sequence[Tensor]) -> None:
+        """Run the body with stubs, for the inputs of the first layer and the other arguments of each."""
+        self._load_outer(without=self.model.get_output_embeddings())
+        pool: list[Tensor] = []
+        for ids in batches:
+            calls: list[tuple[Tensor, Arguments]] = []
+
+            def stub(hidden_states: Tensor, *args: Any, _calls: list[Any] = calls, **kwargs: Any) -> Tensor:
+                _calls.append((hidden_states, (args, kwargs)))
+                return hidden_states.as_subclass(_Whole)
+
+            with self._stubs(stub):
+                self.model.base_model(input_ids=ids.to(self.device), use_cache=False)
+            self.hidden.append(calls[0][0])
+            for arguments, (_, (args, kwargs)) in zip(self.arguments, calls, strict=True):
+                arguments.append((_share(args, pool), {k: _share(v, pool) for k, v in kwargs.items()}))
+        stock.unload(self.model)
+
+    @contextmanager
+    def _stubs(self, forward: Callable[..., Tensor]) -> Iterator[None]:
+        for layer in self.layers:
+            layer.forward = forward
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                del layer.forward
+
+    def _load_outer(self, without: nn.Module) -> None:
+        """Load what stands outside the layers, less the embeddings or the head where the checkpoint has both."""
+        names, left_out = stock.outer_names(self.blocks), set[str]()
+        ends = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        on_disk = [self._on_disk(module, names) for module in ends]
+        if all(on_disk):
+            left_out = set(on_disk[ends.index(without)])
+        self.load([n for n in names if n not in left_out])
+        self._require(stock.without_weights(self.model, [self.layers, *([without] if left_out else [])]))
+
+    def _on_disk(self, module: nn.Module, names: Sequence[str]) -> list[str]:
+        leaf = stock.module_name(self.model, module).split(".")[-1]
+        return [n for n in names if n.split(".")[-2:-1] == [leaf]]
+
+    def _require(self, missing: Sequence[str], where: str = "") -> None:
+        if missing:
+            raise SurgeryError(f"{where}the checkpoint has no tensor for {missing[0]} ({len(missing)} such)",
+                               "the checkpoint is incomplete, or its config.json is another model's")  # fmt: skip
+
+
+class _Whole(Tensor):
+    """A stub's output that is its own first element: some bodies take a layer's output whole, some take `[0]` of a tuple."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # every operation on it returns a plain tensor
+
+    def __getitem__(self, index: Any) -> Tensor:
+        whole = self.as_subclass(Tensor)
+        return whole if isinstance(index, int) and index == 0 else whole[index]
+
+
+def _share(value: Any, pool: list[Tensor]) -> Any:
+    """`value` with its tensors replaced by equal ones of `pool`: batches of one shape have one mask."""
+    if isinstance(value, tuple):
+        return tuple(_share(v, pool) for v in value)
+    if not isinstance(value, Tensor):
+        return value
+    for known in pool:
+        if known.shape == value.shape and known.dtype == value.dtype and torch.equal(known, value):
+            return known
+    pool.append(value)
+    return value

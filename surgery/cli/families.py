@@ -1,0 +1,48 @@
+"""`surgery families`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+
+@click.command("families")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def families_command(as_json: bool) -> None:
+    """List the supported architectures and what each operation can do with them.
+
+    \b
+    Examples:
+      surgery families
+      surgery families --json
+    """
+    from rich.table import Table
+
+    from surgery.cli import screen
+
+    rows = _rows()
+    if as_json:
+        return screen.echo_json(rows)
+    table = Table(title=f"{len(rows)} families; every one can be inspected", title_justify="left")
+    for column in ("model_type", "MLP", "activation", "upcycle", "relufy"):
+        table.add_column(column)
+    for r in rows:
+        table.add_row(r["model_type"], r["mlp"], r["activation"], ", ".join(r["upcycle"]), "yes" if r["relufy"] else "")
+    screen.show(table)
+
+
+def _rows() -> list[dict[str, Any]]:
+    from surgery.families import known
+    from surgery.families.targets import ROUTES
+
+    return [
+        {
+            "model_type": f.model_type,
+            "mlp": ("experts, " if f.is_moe else "") + ("gated" if f.gated else "plain"),
+            "activation": f.activation,
+            "upcycle": [r.target for r in ROUTES if r.source == f.model_type],
+            "relufy": bool(f.activation_key),
+        }
+        for f in known().values()
+    ]

@@ -1,0 +1,109 @@
+"""What a person sees: progress bars on stderr, tables on stdout (plain when piped), or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from surgery.checkpoint import Checkpoint
+from surgery.run import Result
+
+
+class Bars:
+    """Progress bars, in bytes with the time left."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+
+    @contextmanager
+    def stage(self, title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        from tqdm import tqdm
+
+        scaled = unit == "B"
+        with tqdm(total=total or None, desc=title, unit=unit, unit_scale=scaled, unit_divisor=1000, disable=self.quiet,
+                  leave=False, dynamic_ncols=True) as bar:  # fmt: skip
+            yield lambda n: (bar.update(n), None)[1]
+
+
+def show(report: RenderableType) -> None:
+    """A pipe has no width: rich would assume 80 columns and wrap the tables."""
+    console = Console(highlight=False)
+    (console if console.is_terminal else Console(highlight=False, width=120)).print(report)
+
+
+def echo_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def gigabytes(n: float) -> str:
+    return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
+
+
+def show_plan(plan: dict[str, Any], source: Checkpoint, as_json: bool) -> None:
+    """The plan of `--dry-run`."""
+    if as_json:
+        return echo_json(plan)
+    claim = "the same function, exactly" if plan["exact"] else "another function: perplexity is measured"
+    table = Table(title=f"Would write {gigabytes(plan['bytes'])} to {plan['out']}", title_justify="left", box=None, show_header=False)
+    for name, value in (
+        ("source", source.source.location + (f"@{source.source.revision[:12]}" if source.source.revision else "")),
+        ("becomes", f"{plan['model_type']}, {plan['parameters']:,} parameters ({claim})"),
+        ("shards", "\n".join(f"{s['name']}  {gigabytes(s['bytes'])}  {s['tensors']} tensors" for s in plan["shards"])),
+        ("other files", ", ".join(plan["files"])),
+        ("peak memory", f"about {gigabytes(plan['peak_memory'])}"),
+        ("free space", gigabytes(plan["free_space"])),
+    ):
+        table.add_row(name, value)
+    show(table)
+    show_notes(plan["notes"])
+
+
+def show_result(result: Result, *, as_json: bool, quiet: bool) -> int:
+    """The outcome of a conversion; the exit code."""
+    passed = result.verification is None or result.verification.passed
+    if as_json:
+        echo_json({"out": str(result.folder), **result.record})
+    elif not quiet:
+        size = sum(s["bytes"] for s in result.record["shards"].values())
+        how = " (was there already)" if result.already else f" (resumed: {result.resumed} shards)" if result.resumed else ""
+        show(f"wrote {gigabytes(size)} to {result.folder}{how}")
+        show_notes(result.notes)
+        if result.verification:
+            show(verification_table(result.verification.as_dict()))
+    if not passed:
+        click.echo(f"error: the output does not pass its verification; it stays in {result.folder} for you to look at", err=True)
+    return 0 if passed else 1
+
+
+def show_notes(notes: list[str]) -> None:
+    for note in notes:
+        show(f"note: {note}")
+
+
+def verification_table(verification: dict[str, Any]) -> Table:
+    """The rows of a verification."""
+    word = "passed" if verification["passed"] else "FAILED"
+    sample = verification.get("sample") or {}
+    where = f" on {sample['sequences']} × {sample['length']} tokens, {sample['source']}" if sample else ""
+    table = Table(title=f"Verification {word}{where}", title_justify="left")
+    for column in ("check", "value", "limit", ""):
+        table.add_column(column, justify="left" if column == "check" else "right")
+    for row in verification["rows"]:
+        limit = f"{row['relation']} {number(row['limit'])}" if "limit" in row else ""
+        mark = ("ok" if row["passed"] else "FAILED") if limit else ""
+        table.add_row(row["check"], number(row["value"]), limit, mark)
+        if row["detail"] and (not row["passed"] or row["check"].startswith("warning")):
+            shown = row["detail"][:5] + (["…"] if len(row["detail"]) > 5 else [])
+            table.add_row("  " + "\n  ".join(shown), "", "", "")
+    return table
+
+
+def number(value: Any) -> str:
+    """Four significant digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

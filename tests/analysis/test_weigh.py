@@ -1,0 +1,306 @@
+"""Published figures of published models, from their config.json alone; and the same from names as they are on disk."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from surgery.analysis.devices import DEVICES, decode, parse_device
+from surgery.analysis.weigh import BYTES, Weights, shapes_of, weigh
+from surgery.cli.inspect import inspect_command
+from surgery.errors import SurgeryError, UsageError
+from surgery.families.roles import MLP_ROLES
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+H100 = DEVICES["h100"]
+B = 1e9
+
+
+def config_of(name: str) -> dict:
+    return json.loads((CONFIGS / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def weights_of():
+    """Each model is built on the meta device once."""
+    known: dict[str, Weights] = {}
+
+    def get(name: str) -> Weights:
+        if name not in known:
+            config = config_of(name)
+            known[name] = weigh(shapes_of(config), config)
+        return known[name]
+
+    return get
+
+
+def parameters_of_layer(weights: Weights, role: str, index: int = 0) -> int:
+    return weights.layers[index].tallies[role].parameters
+
+
+# --- dense models --------------------------------------------------------------------------------------------------
+
+
+def test_llama_2_70b_parameters(weights_of):
+    w = weights_of("llama-2-70b")
+    assert parameters_of_layer(w, "attention") == 150_994_944  # 151 M
+    assert parameters_of_layer(w, "mlp") == 704_643_072
+    layer = w.layers[0].tallies
+    assert layer["mlp"].parameters / sum(t.parameters for t in layer.values()) == pytest.approx(0.82, abs=0.005)
+    assert w.parameters(*MLP_ROLES) / B == pytest.approx(56.37, abs=0.005)
+    assert w.parameters() == 68_976_648_192  # 68.98 B
+    assert w.mlp_share == pytest.approx(0.82, abs=0.005)
+    assert (w.gate, w.activation, w.tied) == ("SwiGLU", "silu", False)
+    assert [group.label for group in w.groups()] == ["0–79"]
+
+
+def test_llama_2_70b_costs(weights_of):
+    w = weights_of("llama-2-70b")
+    step = decode(w, H100)
+    assert w.flops("mlp") / 80 / 1e9 == pytest.approx(1.41, abs=0.005)
+    assert step.mlp.flops / 1e9 == pytest.approx(112.7, abs=0.05)
+    assert step.mlp.nbytes / 1e9 == pytest.approx(112.7, abs=0.05)  # fp16, as config.json says
+    assert 1e3 * step.mlp.seconds(H100) == pytest.approx(33.6, abs=0.1)
+    assert step.mlp.intensity == pytest.approx(1.0)
+    assert H100.ridge == pytest.approx(295.2, abs=0.1)
+    assert step.mlp.bound(H100) == "memory"
+    assert step.compute_bound_from == 296
+    assert decode(w, H100, batch=296).mlp.bound(H100) == "compute"
+    assert decode(w, H100, batch=295).mlp.bound(H100) == "memory"
+
+
+def test_other_dense_models(weights_of):
+    llama3, llama2, gpt2 = weights_of("llama-3-8b"), weights_of("llama-2-7b"), weights_of("gpt2")
+    assert parameters_of_layer(llama3, "mlp") == 176_160_768
+    assert llama3.parameters() == 8_030_261_248
+    assert llama2.layers[0].widths == {"mlp": 11008}
+    assert llama2.parameters() == 6_738_415_616
+    assert parameters_of_layer(gpt2, "mlp") == 4_722_432  # with biases
+    assert gpt2.layers[0].tallies["mlp"].matrices == 2 * 768 * 3072
+    assert gpt2.layers[0].widths == {"mlp": 3072}  # n_inner is null, Conv1D keeps [in, out]
+    assert (gpt2.gate, gpt2.activation) == ("none", "gelu_new")
+
+
+def test_a_tied_table_counts_once_and_is_the_head(weights_of):
+    gpt2, qwen = weights_of("gpt2"), weights_of("qwen2.5-0.5b")
+    assert gpt2.tied and qwen.tied
+    assert gpt2.parameters() == 124_439_808
+    assert gpt2.parameters("head") == 50257 * 768
+    assert gpt2.parameters("embedding") == 1024 * 768  # positions
+    assert qwen.parameters() == qwen.active() == 494_032_768
+    assert qwen.flops("head") == 2 * 151_936 * 896
+
+
+def test_hybrid_layers_are_grouped_by_what_they_hold(weights_of):
+    w = weights_of("nemotron-h-8b")
+    assert w.parameters() / B == pytest.approx(8.1, abs=0.01)
+    held = {
+        next(role for role in group.layers[0].tallies if role != "norms"): len(group.layers) for group in w.groups()
+    }
+    assert held == {"mixer": 24, "mlp": 24, "attention": 4}
+    assert w.layers[1].widths == {"mlp": 21504}
+    assert (w.gate, w.activation) == ("none", "relu2")
+
+
+# --- mixtures of experts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active", "with_embedding"),
+    [  # in billions; published: 47/13, 671/37 (36.6 without the embedding), 235/22, 116.8/5.1, 400/17
+        ("mixtral-8x7b-v0.1", 46.70, 12.75, 12.88),
+        ("deepseek-v3", 671.03, 36.63, 37.55),
+        ("qwen3-235b-a22b", 235.09, 21.57, 22.19),
+        ("gpt-oss-120b", 116.83, 5.13, 5.71),
+        ("llama-4-maverick", 401.58, 16.15, 17.18),
+    ],
+)
+def test_active_parameters(weights_of, name, total, active, with_embedding):
+    w = weights_of(name)
+    assert w.parameters() / B == pytest.approx(total, abs=0.01)
+    assert w.active() / B == pytest.approx(active, abs=0.01)
+    assert w.active_with_embedding / B == pytest.approx(with_embedding, abs=0.01)
+    assert "other" not in w.roles
+
+
+def test_deepseek_v3_layers(weights_of):
+    w = weights_of("deepseek-v3")
+    dense, sparse = w.groups()
+    assert (dense.label, sparse.label) == ("0–2", "3–60")
+    assert dense.layers[0].widths == {"mlp": 18432}
+    moe = sparse.layers[0]
+    assert (moe.experts, moe.top_k) == (256, 8)
+    assert moe.widths == {"routed_experts": 2048, "shared_experts": 2048}
+    assert moe.active("routed_experts") == 8 * 3 * 7168 * 2048
+    assert moe.active("shared_experts") == 3 * 7168 * 2048
+
+
+def test_maverick_alternates_and_lists_its_vision_tower_apart(weights_of):
+    w = weights_of("llama-4-maverick")
+    assert [group.label for group in w.groups()] == ["0–46 step 2", "1–47 step 2"]
+    assert w.parameters("towers") == 871_932_416
+    assert w.flops("towers") == w.active("towers") == 0
+    assert any("871,932,416" in note for note in w.notes)
+
+
+def test_gpt_oss_biases_are_no_multiplications(weights_of):
+    moe = weights_of("gpt-oss-120b").layers[0]
+    assert moe.tallies["routed_experts"].matrices == 128 * 3 * 2880 * 2880
+    assert moe.tallies["routed_experts"].parameters == 128 * (3 * 2880 * 2880 + 3 * 2880)
+
+
+def test_a_batch_touches_more_experts(weights_of):
+    """Mixtral: 1 − (3/4)^B of the experts, so that intensity grows slower than the batch."""
+    w = weights_of("mixtral-8x7b-v0.1")
+    routed = w.parameters("routed_experts") * 2
+    assert w.nbytes("routed_experts") == pytest.approx(routed / 4)
+    assert w.nbytes("routed_experts", batch=2) == pytest.approx(routed * 7 / 16)
+    assert decode(w, H100, batch=2).mlp.intensity == pytest.approx(2 * (1 / 4) / (7 / 16))
+    assert decode(w, H100).compute_bound_from == math.ceil(H100.ridge * 4)
+
+
+# --- costs ---------------------------------------------------------------------------------------------------------
+
+
+def test_dtype_sets_the_bytes(weights_of):
+    w = weights_of("llama-2-70b")
+    assert decode(w, H100, dtype="int4").mlp.nbytes == decode(w, H100).mlp.nbytes / 4
+    assert decode(w, H100, dtype="fp8").compute_bound_from == 148
+    assert BYTES["mxfp4"] == pytest.approx(0.53125)
+
+
+def test_context_counts_scores_and_cache(weights_of):
+    """Llama 2 70B at 4,096 positions: 2 products of 64 heads of 128; 8 heads of keys and values in the cache."""
+    w = weights_of("llama-2-70b")
+    assert w.flops(context=4096) - w.flops() == 80 * 2 * 2 * 64 * 128 * 4096
+    assert w.nbytes(batch=3, context=4096) - w.nbytes(batch=3) == 3 * 80 * 2 * 8 * 128 * 4096 * 2
+    deepseek = weights_of("deepseek-v3")
+    assert deepseek.nbytes(context=1000) - deepseek.nbytes() == 61 * 576 * 1000 * 2  # the latent of MLA
+    oss = weights_of("gpt-oss-120b")  # every other layer sees 128 positions
+    assert oss.flops(context=1000) - oss.flops() == 18 * 4 * 64 * 64 * (1000 + 128)
+
+
+def test_devices():
+    given = parse_device("3.35TB/s,989TFLOP/s")
+    assert (given.bandwidth, given.peak) == (H100.bandwidth, H100.peak)
+    assert parse_device("900 GB/s, 1.2 PFLOPS").ridge == pytest.approx(1333.3, abs=0.1)
+    assert parse_device("RTX4090").ridge == pytest.approx(163.9, abs=0.1)
+    with pytest.raises(UsageError, match="h1000"):
+        parse_device("h1000")
+
+
+# --- names as they are on disk -------------------------------------------------------------------------------------
+
+
+def on_disk(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Mixtral's shapes by the names that its checkpoint has: three matrices per expert."""
+    shapes = dict(shapes_of(config_of(name)))
+    for layer in range(32):
+        old, new = f"model.layers.{layer}.mlp", f"model.layers.{layer}.block_sparse_moe"
+        shapes[f"{new}.gate.weight"] = shapes.pop(f"{old}.gate.weight")
+        del shapes[f"{old}.experts.gate_up_proj"], shapes[f"{old}.experts.down_proj"]
+        for expert in range(8):
+            shapes[f"{new}.experts.{expert}.w1.weight"] = ((14336, 4096), "BF16")
+            shapes[f"{new}.experts.{expert}.w2.weight"] = ((4096, 14336), "BF16")
+            shapes[f"{new}.experts.{expert}.w3.weight"] = ((14336, 4096), "BF16")
+    return shapes
+
+
+def test_one_tensor_per_expert_weighs_as_fused_ones(weights_of):
+    split, fused = weigh(on_disk("mixtral-8x7b-v0.1"), config_of("mixtral-8x7b-v0.1")), weights_of("mixtral-8x7b-v0.1")
+    assert split.as_dict() == fused.as_dict()
+    assert split.layers[0].widths == {"routed_experts": 14336}
+
+
+def test_mxfp4_blocks_hold_two_parameters_a_byte():
+    """gpt-oss on disk: blocks [E, 2F, H/32, 16] of bytes and a scale per 32 values."""
+    experts = "model.layers.0.mlp.experts"
+    shapes = {
+        "model.embed_tokens.weight": ((100, 64), "BF16"),
+        "lm_head.weight": ((100, 64), "BF16"),
+        f"{experts}.gate_up_proj_blocks": ((4, 128, 2, 16), "U8"),
+        f"{experts}.gate_up_proj_scales": ((4, 128, 2), "U8"),
+        f"{experts}.gate_up_proj_bias": ((4, 128), "BF16"),
+        f"{experts}.down_proj_blocks": ((4, 64, 2, 16), "U8"),
+        f"{experts}.down_proj_scales": ((4, 64, 2), "U8"),
+    }
+    w = weigh(shapes, {"model_type": "gpt_oss", "hidden_size": 64, "num_hidden_layers": 1, "num_experts_per_tok": 1,
+                       "num_local_experts": 4, "quantization_config": {"quant_method": "mxfp4"}})  # fmt: skip
+    tally = w.layers[0].tallies["routed_experts"]
+    assert tally.matrices == 4 * 3 * 64 * 64
+    assert tally.nbytes == tally.matrices * BYTES["mxfp4"] + 4 * 128 * 2
+    assert w.layers[0].widths == {"routed_experts": 64}
+    assert w.notes == ()
+
+
+def test_multi_token_prediction_and_scales_are_no_parameters_of_a_token():
+    """DeepSeek-V3 on disk: fp8 with block scales, and one layer past the last."""
+    shapes = {"model.embed_tokens.weight": ((100, 64), "BF16"), "lm_head.weight": ((100, 64), "BF16")}
+    for layer in (0, 1):
+        shapes[f"model.layers.{layer}.mlp.up_proj.weight"] = ((256, 64), "F8_E4M3")
+        shapes[f"model.layers.{layer}.mlp.up_proj.weight_scale_inv"] = ((2, 1), "F32")
+    shapes["model.layers.1.embed_tokens.weight"] = ((100, 64), "BF16")
+    w = weigh(shapes, {"model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 1})
+    assert w.parameters("mlp") == 256 * 64
+    assert w.nbytes("mlp") == 256 * 64 + 8
+    assert w.parameters("towers") == 256 * 64 + 6400
+    assert w.active() == 256 * 64 + 6400  # the MLP and the head
+
+
+def test_an_unknown_family_is_weighed_by_its_names():
+    shapes = {
+        "transformer.embed_tokens.weight": ((100, 64), "F32"),
+        "transformer.blocks.0.ln_1.weight": ((64,), "F32"),
+        "transformer.blocks.0.self_attn.qkv.weight": ((192, 64), "F32"),
+        "transformer.blocks.0.mlp.gate_proj.weight": ((256, 64), "F32"),
+        "transformer.blocks.0.mlp.down_proj.weight": ((64, 256), "F32"),
+        "transformer.blocks.0.strange": ((7,), "F32"),
+    }
+    w = weigh(shapes, {"model_type": "novel", "d_model": 64, "n_layer": 1, "activation_function": "gelu"})
+    assert w.roles == ("head", "attention", "mlp", "norms", "other")
+    assert (w.gate, w.layers[0].widths) == ("GeGLU", {"mlp": 256})
+    assert "strange" in w.notes[0]
+
+
+def test_a_config_without_a_class_is_refused():
+    with pytest.raises(SurgeryError, match="novel"):
+        shapes_of({"model_type": "novel"})
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_json_has_the_figures():
+    result = CliRunner().invoke(inspect_command, [str(CONFIGS / "llama-2-70b.json"), "--json", "--batch", "8"])
+    found = json.loads(result.stdout)
+    assert found["parameters"] == 68_976_648_192
+    assert found["roles"]["mlp"]["flops_per_token"] == 2 * 80 * 704_643_072
+    assert found["layer_groups"][0]["widths"] == {"mlp": 28672}
+    assert found["decode"]["mlp"]["ms"] == pytest.approx(33.65, abs=0.01)  # still memory-bound at batch 8
+    assert found["decode"]["mlp_compute_bound_from_batch"] == 296
+
+
+def test_a_folder_with_only_a_config_and_a_plot(tmp_path):
+    (tmp_path / "config.json").write_text((CONFIGS / "gpt2.json").read_text())
+    result = CliRunner().invoke(inspect_command, [str(tmp_path), "--plot", str(tmp_path / "weights.png")])
+    assert "MLPs hold 46% of the weights" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 100
+    assert (tmp_path / "weights.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_checkpoint_is_weighed_from_its_headers(tmp_path):
+    """The same figures from the files that transformers writes as from the config.json it writes beside them."""
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+    model.save_pretrained(tmp_path)
+    from_headers, bare = (
+        json.loads(CliRunner().invoke(inspect_command, [str(path), "--json"]).stdout)
+        for path in (tmp_path, tmp_path / "config.json")
+    )
+    assert from_headers == bare
+    assert from_headers["parameters"] == model.num_parameters()

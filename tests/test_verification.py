@@ -1,0 +1,162 @@
+"""`verify` passes what is right, and each kind of wrong fails in its own row with the value seen."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from surgery import demo
+from surgery.checkpoint import Checkpoint, constant, open_checkpoint
+from surgery.verification import Row, Verification, sequence_length, verify, without_mlp
+
+DEMO = Path(demo.__file__).parent / "model"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+def tiny(folder: Path, model_type: str = "mistral", **options: Any) -> Checkpoint:
+    """A random model without a tokenizer."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        model_type, vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.2, pad_token_id=0, **{"max_position_embeddings": 512, **options},
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return open_checkpoint(folder)
+
+
+def changed(checkpoint: Checkpoint, **tensors: Any) -> Checkpoint:
+    return checkpoint.replace(tensors={**checkpoint.tensors, **tensors})
+
+
+def row(verification: Verification, part: str) -> Row:
+    (found,) = [r for r in verification.rows if part in r.check]
+    return found
+
+
+def test_an_identical_checkpoint_passes_and_the_control_catches(tmp_path: Path) -> None:
+    checkpoint, seen = tiny(tmp_path), []
+    v = verify(checkpoint, checkpoint, exact=True, tokens=512, progress=lambda *a: seen.append(a))
+    assert v.passed
+    assert row(v, "logits max").value == 0
+    control = row(v, "control")
+    assert "layer 2" in control.check and control.value > 100 * control.limit
+    assert seen[:3] == [("source layers", i, 3) for i in (1, 2, 3)] and seen[-1] == ("control layers", 1, 1)
+
+
+def test_the_limit_grows_with_the_std_of_the_logits(tmp_path: Path) -> None:
+    checkpoint = tiny(tmp_path)
+    v = verify(checkpoint, checkpoint, exact=True, tokens=256)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        std = model(v.sample.input_ids).logits.std(correction=0).item()
+    assert std > 1
+    assert row(v, "logits max").limit == pytest.approx(1e-5 * std, rel=1e-6)
+
+
+def test_the_control_runs_the_layers_after_the_one_it_zeroes(tmp_path: Path) -> None:
+    """Zeroing layer 0 by hand gives the same logits as going on from the hidden states that were kept."""
+    checkpoint = tiny(tmp_path)
+    control = row(verify(checkpoint, checkpoint, exact=True, tokens=256, layers=[0]), "control")
+    by_hand = row(verify(checkpoint, without_mlp(checkpoint, 0), exact=True, tokens=256), "logits max")
+    assert control.value == by_hand.value > control.limit
+
+
+def test_a_control_that_changes_nothing_fails(tmp_path: Path) -> None:
+    """A last MLP that is zero anyway: parity would not see a wrong one."""
+    checkpoint = without_mlp(tiny(tmp_path), 2)
+    v = verify(checkpoint, checkpoint, exact=True, tokens=256)
+    assert row(v, "logits max").passed and not row(v, "control").passed and not v.passed
+
+
+def test_a_perturbed_tensor_fails_with_the_value(tmp_path: Path) -> None:
+    checkpoint = tiny(tmp_path)
+    down = checkpoint.tensors[DOWN].map("add 1e-3", lambda t: t + 1e-3)
+    v = verify(checkpoint, changed(checkpoint, **{DOWN: down}), exact=True, tokens=256)
+    parity = row(v, "logits max")
+    assert not v.passed and not parity.passed and parity.value > parity.limit
+
+
+@pytest.mark.parametrize("wrong", [{"rope_theta": 500.0}, {"rms_norm_eps": 0.1}, {"sliding_window": None}])
+def test_a_wrong_config_fails_where_names_and_shapes_agree(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """The window only shows on sequences that are longer: 200 positions of 264."""
+    checkpoint = tiny(tmp_path, sliding_window=200)
+    config = {k: v for k, v in checkpoint.config.items() if k != "rope_parameters"} | {"rope_theta": 10000.0}
+    source = checkpoint.replace(config=config)
+    v = verify(source, checkpoint.replace(config=config | wrong), exact=True, tokens=264)
+    assert all(r.passed for r in v.rows if "names" in r.check or "shapes" in r.check)
+    assert not row(v, "logits max").passed
+    assert verify(source, source, exact=True, tokens=264).passed
+
+
+def test_names_and_shapes_are_found_by_name(tmp_path: Path) -> None:
+    source = tiny(tmp_path)
+    extra = constant(1.0, (2, 2), "F32")
+    tensors = {n: t for n, t in source.tensors.items() if n != DOWN}
+    missing = verify(source, source.replace(tensors=tensors), exact=True)
+    assert row(missing, "missing").detail == (DOWN,) and not missing.passed and missing.sample is None
+    unexpected = verify(source, changed(source, surplus=extra), exact=True)
+    assert row(unexpected, "unexpected").detail == ("surplus",) and not unexpected.passed
+    shape = verify(source, changed(source, **{DOWN: constant(0.0, (32, 47), "F32")}), exact=True)
+    assert row(shape, "mismatched").detail == (f"{DOWN}: (32, 47) on disk, (32, 48) in the class",)
+    carried = verify(changed(source, surplus=extra), changed(source, surplus=extra), exact=False, tokens=256)
+    assert carried.passed and row(carried, "carried over").detail == ("surplus",)
+
+
+def test_logits_that_are_not_finite_fail(tmp_path: Path) -> None:
+    """NaN compares false with everything, so a careless maximum would lose it."""
+    source = tiny(tmp_path)
+    output = changed(source, **{DOWN: constant(math.nan, (32, 48), "F32")})
+    for exact in (True, False):
+        v = verify(source, output, exact=exact, tokens=256)
+        assert row(v, "output logits not finite").value > 0 and not v.passed
+        assert row(v, "source logits not finite").passed
+    assert not row(verify(source, output, exact=True, tokens=256), "logits max").passed
+    json.loads(json.dumps(v.as_dict(), allow_nan=False))
+
+
+def test_random_ids_are_said_and_are_no_text(tmp_path: Path) -> None:
+    source = tiny(tmp_path)
+    v = verify(source, source, exact=True, tokens=256)
+    assert v.sample.source == "random ids, seed 0 (the checkpoint has no tokenizer)"
+    assert not [r for r in v.rows if "perplexity" in r.check]
+    assert v.as_dict()["sample"]["sha256"] == verify(source, source, exact=True, tokens=256).sample.sha256
+
+
+def test_perplexity_is_that_of_the_stock_model() -> None:
+    """Windows of 512 tokens behind BOS, which is never predicted: 2 x 512 scored tokens."""
+    source = open_checkpoint(DEMO)
+    v = verify(source, without_mlp(source, 3), exact=False, tokens=1024)
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    ids = v.sample.input_ids
+    assert tuple(ids.shape) == (2, 513) and ids[:, 0].tolist() == [1, 1]
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss.item()
+    found = row(v, "perplexity of the source")
+    assert found.value == pytest.approx(math.exp(loss), rel=1e-5)
+    assert found.detail[0] == "1024 tokens in windows of 513"
+    assert row(v, "perplexity of the output").value > found.value and v.passed
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "expected"),
+    [
+        ("mistral", {"sliding_window": 300}, 364),
+        ("mistral", {"sliding_window": 100}, 256),
+        ("mistral", {"sliding_window": 480}, 511),  # positions end before window + 64
+        ("mistral", {"sliding_window": 4096}, 256),  # a window beyond the positions is never in force
+        ("qwen2", {"sliding_window": 300, "use_sliding_window": False}, 256),
+        ("qwen2", {"sliding_window": 300, "use_sliding_window": True, "max_window_layers": 3}, 256),
+        ("qwen2", {"sliding_window": 300, "use_sliding_window": True, "max_window_layers": 1}, 364),
+    ],
+)
+def test_sequences_are_longer_than_a_window_in_force(tmp_path: Path, model_type: str, options: dict[str, Any],
+                                                     expected: int) -> None:  # fmt: skip
+    checkpoint = tiny(tmp_path, model_type, **options)
+    assert sequence_length(checkpoint, checkpoint, exact=True) == expected
+    assert sequence_length(checkpoint, checkpoint, exact=False) == 511
