@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from surgery.errors import SurgeryError
 
@@ -54,18 +53,9 @@ class HubFile:
 File = LocalFile | HubFile
 
 
-class Store(Protocol):
-    """The files of one checkpoint."""
-
-    location: str
-    revision: str | None
-    folder: Path | None
-    files: dict[str, File]
-
-
 @dataclass(frozen=True, slots=True)
-class Folder:
-    """A checkpoint in a folder on this disk; `only` names the one weight file to read where the user named a file."""
+class Store:
+    """The files of one checkpoint, by name. `folder` is what no output may touch: its own, or the hub cache."""
 
     location: str
     revision: str | None
@@ -73,8 +63,8 @@ class Folder:
     files: dict[str, File]
 
 
-def open_folder(path: Path, *, location: str = "", revision: str | None = None, only: str | None = None) -> Folder:
-    """The files below `path`, hidden ones and other weight files than `only` left out."""
+def open_folder(path: Path, *, location: str = "", revision: str | None = None, only: str | None = None) -> Store:
+    """The files below `path`, hidden ones left out; `only` names the one weight file where the user named a file."""
     files: dict[str, File] = {}
     for p in sorted(path.rglob("*")):
         name = p.relative_to(path).as_posix()
@@ -83,7 +73,7 @@ def open_folder(path: Path, *, location: str = "", revision: str | None = None, 
         stat = p.stat()
         identity = f"{location}@{revision}" if revision else f"{stat.st_size}-{stat.st_mtime_ns}"
         files[name] = LocalFile(name, stat.st_size, identity, p)
-    return Folder(location or str(path), revision, path, files)
+    return Store(location or str(path), revision, path, files)
 
 
 def _is_weights(name: str) -> bool:
@@ -117,7 +107,7 @@ def open_hub(repo: str, revision: str | None) -> Store:
     files: dict[str, File] = {
         s.rfilename: HubFile(s.rfilename, s.size or 0, f"{repo}@{commit}", repo, commit) for s in info.siblings or ()
     }
-    return Folder(repo, commit, _cache_folder(), files)
+    return Store(repo, commit, _cache_folder(), files)
 
 
 def _cache_folder() -> Path:
@@ -132,7 +122,7 @@ def _open_cached(repo: str, revision: str | None) -> Store:
     with hub_errors(repo, revision):
         path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
     store = open_folder(path, location=repo, revision=path.name)
-    return Folder(repo, path.name, _cache_folder(), store.files)
+    return Store(repo, path.name, _cache_folder(), store.files)
 
 
 class hub_errors:  # noqa: N801

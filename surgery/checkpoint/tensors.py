@@ -36,9 +36,16 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 class SourceFile(Protocol):
     """A file of the source checkpoint, on this disk or not yet."""
 
-    name: str
-    size: int
-    identity: str  # changes when the content may have: what a plan's fingerprint sees
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def identity(self) -> str:
+        """Changes when the content may have: what a plan's fingerprint sees."""
+        ...
 
     def path(self) -> Path:
         """The file on this disk, fetched first where it is elsewhere."""
@@ -118,7 +125,7 @@ class LazyTensor:
         buffer = bytearray(self.nbytes)
         view, position = memoryview(buffer), 0
         for extent in self.extents:
-            with open(extent.file.path(), "rb", buffering=0) as f:
+            with extent.file.path().open("rb", buffering=0) as f:
                 f.seek(extent.offset)
                 end = position + extent.length
                 while position < end:

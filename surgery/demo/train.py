@@ -18,11 +18,11 @@ import math
 import os
 import re
 import sys
-import time
 from collections.abc import Iterator
 from importlib import metadata, resources
 from itertools import chain, islice
 from pathlib import Path
+from time import process_time
 
 import torch
 import torch.nn.functional as F
@@ -133,17 +133,17 @@ def train(model: LlamaForCausalLM, ids: torch.Tensor, steps: int, checkpoint: Pa
         losses, before, *states = torch.load(checkpoint)
         for part, state in zip(parts, states, strict=True):
             part.load_state_dict(state)
-    start, long = time.process_time() - before, int(LONG * steps)
+    start, long = process_time() - before, int(LONG * steps)
     batches = chain(islice(windows(ids, SHORT, SEED), steps - long), islice(windows(ids, CONTEXT, SEED + 1), long))
     for step, batch in islice(enumerate(batches), len(losses), None):
         lr_factor = min((step + 1) / WARM_UP, 1.0, (steps - step) / (DECAY * steps))
         losses.append(train_step(model, list(parts[1:]), batch, lr_factor))
         if len(losses) % 100 == 0:
-            print(f"{time.process_time() - start:.0f} s  step {step + 1}  loss {sum(losses[-100:]) / 100:.4f}", flush=True)
+            print(f"{process_time() - start:.0f} s  step {step + 1}  loss {sum(losses[-100:]) / 100:.4f}", flush=True)
         if len(losses) % 500 == 0:  # a kill while writing leaves the older one
-            torch.save([losses, time.process_time() - start, *(part.state_dict() for part in parts)], f"{checkpoint}.new")
+            torch.save([losses, process_time() - start, *(part.state_dict() for part in parts)], f"{checkpoint}.new")
             Path(f"{checkpoint}.new").replace(checkpoint)
-    return {"train_cpu_seconds": round(time.process_time() - start), "train_loss": sum(losses[-200:]) / len(losses[-200:])}
+    return {"train_cpu_seconds": round(process_time() - start), "train_loss": sum(losses[-200:]) / 200}
 
 
 def save(model: LlamaForCausalLM, tok: Tokenizer, out: Path) -> None:
