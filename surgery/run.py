@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from surgery import __version__
 from surgery.checkpoint import Checkpoint, Plan, check_target, finish, is_finished, make_plan, open_checkpoint, write
 from surgery.checkpoint.integrity import damaged_shards, nonfinite, stray_weights
 from surgery.checkpoint.writer import RECORD
@@ -127,7 +128,8 @@ def require_trust(checkpoint: Checkpoint, trust_remote_code: bool) -> None:
 def make_record(output: Checkpoint, plan: Plan, sha256: dict[str, str | None], command: str) -> dict[str, Any]:
     """The content of surgery.json: nothing in it depends on when or how often the command ran."""
     source, versions = output.source, {"python": platform.python_version()}
-    for package in ("model-surgery", "torch", "transformers", "safetensors", "huggingface-hub"):
+    versions["model-surgery"] = __version__  # a checkout that is not installed has no metadata
+    for package in ("torch", "transformers", "safetensors", "huggingface-hub"):
         versions[package] = importlib.metadata.version(package)
     return {
         "source": {"location": source.location, "revision": source.revision},

@@ -25,14 +25,21 @@ def _complete_dtype(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _complete_rope(config: dict[str, Any]) -> dict[str, Any]:
-    new = config.get("rope_parameters")
-    if isinstance(new, Mapping) and new:
-        return _rope_for_4(config, new)
-    if "rope_theta" in config and "rope_local_base_freq" not in config:
-        scaling = {k: v for k, v in (config.get("rope_scaling") or {}).items() if k != "type"}
-        kind = (config.get("rope_scaling") or {}).get("type", "default")
-        return config | {"rope_parameters": {"rope_type": kind, "rope_theta": config["rope_theta"]} | scaling}
-    return config
+    rope = config.get("rope_parameters") or _rope_of_4(config)
+    return _rope_for_4(config, rope) | {"rope_parameters": rope} if rope else config
+
+
+def _rope_of_4(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """transformers 5's rope_parameters from 4's names; None where there are none, or where sliding layers differ."""
+    if "rope_theta" not in config or "rope_local_base_freq" in config:
+        return None
+    scaling = {k: v for k, v in (config.get("rope_scaling") or {}).items() if k != "type"}
+    return {"rope_theta": config["rope_theta"]} | scaling | {"rope_type": _rope_type(config.get("rope_scaling") or {})}
+
+
+def _rope_type(rope: Mapping[str, Any]) -> str:
+    """The first Phi-3 files call longrope "su" or "yarn"."""
+    return "longrope" if "long_factor" in rope else str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def _rope_for_4(config: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,14 +49,27 @@ def _rope_for_4(config: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any
         rope = full
         if "rope_theta" in (local := new.get("sliding_attention") or {}):
             out.setdefault("rope_local_base_freq", local["rope_theta"])
-    if "rope_theta" in rope:
-        out.setdefault("rope_theta", rope["rope_theta"])
-    if "partial_rotary_factor" in rope:
-        out.setdefault("partial_rotary_factor", rope["partial_rotary_factor"])
-    if rope.get("rope_type", "default") != "default":
-        outside = ("rope_theta", "partial_rotary_factor")
-        out.setdefault("rope_scaling", {k: v for k, v in rope.items() if k not in outside})
+    for name, key in (*_NAMES_OF_4, *_NAMES_OF_4_IN.get(str(config.get("model_type")), ())):
+        if key in rope and out.get(name) is None:
+            out[name] = rope[key]
+    if _rope_type(rope) == "longrope":
+        return out | _longrope_for_4(out, rope)
+    if _rope_type(rope) != "default" and not out.get("rope_scaling"):
+        out["rope_scaling"] = {k: v for k, v in rope.items() if k not in _OUTSIDE}
     return out
+
+
+_OUTSIDE = ("rope_theta", "partial_rotary_factor")  # of transformers 4's rope_scaling
+_NAMES_OF_4 = tuple((key, key) for key in _OUTSIDE)
+_NAMES_OF_4_IN = {"gpt_neox": (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor"))}
+
+
+def _longrope_for_4(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers 4's Phi-3 takes type, short_factor and long_factor, and refuses what else 5 writes."""
+    outside = (*_OUTSIDE, "original_max_position_embeddings", "rope_type", "type")
+    scaling = {"type": "longrope"} | {k: v for k, v in rope.items() if k not in outside}
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    return {"rope_scaling": scaling} | ({"original_max_position_embeddings": original} if original else {})
 
 
 def side_file(name: str, data: bytes) -> bytes:

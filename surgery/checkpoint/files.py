@@ -44,10 +44,15 @@ class HubFile:
             return Path(hf_hub_download(self.repo, self.name, revision=self.commit))
 
     def read(self, start: int, stop: int) -> bytes:
-        from huggingface_hub import HfFileSystem
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
+        # One request of just these bytes: HfFileSystem makes three, and reads 5 MB ahead.
+        headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}"}
         with hub_errors(self.repo):
-            return HfFileSystem().cat_file(f"{self.repo}@{self.commit}/{self.name}", start=start, end=stop)
+            answer = http_backoff("GET", hf_hub_url(self.repo, self.name, revision=self.commit), headers=headers)
+            hf_raise_for_status(answer)
+            return bytes(answer.content)
 
 
 File = LocalFile | HubFile
@@ -66,7 +71,7 @@ class Store:
 def open_folder(path: Path, *, location: str = "", revision: str | None = None, only: str | None = None) -> Store:
     """The files below `path`, hidden ones left out; `only` names the one weight file where the user named a file."""
     files: dict[str, File] = {}
-    for p in sorted(path.rglob("*")):
+    for p in sorted((*path.glob("*"), *path.glob("*/*"))):  # no deeper: MODEL may be a home folder by mistake
         name = p.relative_to(path).as_posix()
         if name.startswith(".") or "/." in name or not p.is_file() or (only and _is_weights(name) and name != only):
             continue
@@ -97,16 +102,18 @@ def open_store(location: str, revision: str | None = None) -> Store:
 
 def open_hub(repo: str, revision: str | None) -> Store:
     """The files of a Hub repository, pinned to the commit that `revision` (default: main) now names."""
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi, constants, hf_hub_download
 
     if constants.HF_HUB_OFFLINE:
         return _open_cached(repo, revision)
     with hub_errors(repo, revision):
         info = HfApi().model_info(repo, revision=revision, files_metadata=True)
-    commit = str(info.sha)
-    files: dict[str, File] = {
-        s.rfilename: HubFile(s.rfilename, s.size or 0, f"{repo}@{commit}", repo, commit) for s in info.siblings or ()
-    }
+        commit = str(info.sha)
+        files: dict[str, File] = {
+            s.rfilename: HubFile(s.rfilename, s.size or 0, f"{repo}@{commit}", repo, commit) for s in info.siblings or ()
+        }
+        if "config.json" in files:  # by the branch's name, so that the cache knows the branch when the Hub is off
+            hf_hub_download(repo, "config.json", revision=revision)
     return Store(repo, commit, _cache_folder(), files)
 
 
@@ -117,17 +124,17 @@ def _cache_folder() -> Path:
 
 
 def _open_cached(repo: str, revision: str | None) -> Store:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download
 
-    with hub_errors(repo, revision):
-        path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+    with hub_errors(repo, revision):  # not snapshot_download, which wants the formats that are never fetched too
+        path = Path(hf_hub_download(repo, "config.json", revision=revision, local_files_only=True)).parent
     store = open_folder(path, location=repo, revision=path.name)
     return Store(repo, path.name, _cache_folder(), store.files)
 
 
 class hub_errors:  # noqa: N801
     """Turns what `huggingface_hub` raises into one clear line. Narrow classes first: a gated repository is also a
-    "not found" one, an incomplete snapshot also a "no local entry"."""
+    "not found" one, a file absent from the cache also an absent entry."""
 
     def __init__(self, repo: str, revision: str | None = None) -> None:
         self.repo, self.revision = repo, revision
@@ -153,9 +160,9 @@ _HUB_ERRORS = (
      "check the name; for a private one `hf auth login` or set HF_TOKEN"),
     ("RevisionNotFoundError", "{repo} has no revision {revision!r}", "give a branch, tag or commit of {repo}"),
     ("HFValidationError", "no folder {repo}, and not a Hub id", "give a folder, a weight file or an id such as Qwen/Qwen3-8B"),
-    ("EntryNotFoundError", "{repo} lacks a file that its listing names", "try again; the repository may have just changed"),
-    ("LocalEntryNotFoundError", "{repo} is not whole in the cache and the Hub is off or out of reach",
+    ("LocalEntryNotFoundError", "{repo} is not in the cache at {revision}, and the Hub is off or out of reach",
      "unset HF_HUB_OFFLINE, or check the network"),
+    ("EntryNotFoundError", "{repo} lacks a file that its listing names", "try again; the repository may have just changed"),
     ("OfflineModeIsEnabled", "HF_HUB_OFFLINE is set and {repo} is not in the cache", "unset HF_HUB_OFFLINE"),
     ("HfHubHTTPError", "the Hub answered with an error for {repo}", "try again later; SURGERY_DEBUG=1 shows the answer"),
     ("TransportError", "cannot reach the Hub for {repo}", "check the network, or use a model in a folder on this disk"),

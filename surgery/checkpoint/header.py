@@ -16,6 +16,7 @@ from surgery.errors import SurgeryError
 
 MAX_HEADER = 100_000_000  # the library's own limit
 FIRST_READ = 256 * 1024  # holds the header of nearly every shard: one request instead of two
+MAX_RANK, MAX_NAME = 64, 1000
 _AGAIN = "the file is damaged or was not downloaded whole: fetch it again"
 
 
@@ -50,13 +51,9 @@ def _parse(raw: bytes, file: SourceFile, data: int) -> dict[str, LazyTensor]:
 
 
 def _tensor(name: str, entry: Any, file: SourceFile, data: int) -> LazyTensor:
-    try:
-        dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        sound = all(type(n) is int and n >= 0 for n in (*shape, start, stop)) and start <= stop
-    except (TypeError, KeyError, ValueError):
-        sound = False
-    if not sound:
+    if not name.isprintable() or len(name) > MAX_NAME or not _well_formed(entry):
         raise SurgeryError(f"{file.name} has a malformed header entry for {name[:200]!r}", _AGAIN)
+    dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if dtype not in DTYPES:
         raise SurgeryError(f"{name} in {file.name} has the dtype {dtype!r}, which is not supported",
                            f"supported: {', '.join(DTYPES)}")  # fmt: skip
@@ -64,6 +61,17 @@ def _tensor(name: str, entry: Any, file: SourceFile, data: int) -> LazyTensor:
         raise SurgeryError(f"{name} in {file.name}: {dtype} {list(shape)} does not fit bytes {start}:{stop} "
                            f"of a file of {file.size:,} bytes", _AGAIN)  # fmt: skip
     return LazyTensor(dtype, shape, (Extent(file, data + start, stop - start),))
+
+
+def _well_formed(entry: Any) -> bool:
+    """Whether dtype is a short string, shape and both offsets are 64-bit sizes, and the rank is one that torch has."""
+    if not isinstance(entry, dict):
+        return False
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not (isinstance(dtype, str) and len(dtype) < 32 and isinstance(shape, list) and isinstance(offsets, list)):
+        return False
+    numbers = all(type(n) is int and 0 <= n < 2**63 for n in (*shape, *offsets))
+    return numbers and len(shape) <= MAX_RANK and len(offsets) == 2 and offsets[0] <= offsets[1]
 
 
 def _check_coverage(tensors: dict[str, LazyTensor], file: SourceFile, data: int) -> None:

@@ -15,7 +15,7 @@ from surgery.checkpoint.checkpoint import Checkpoint, natural_key
 from surgery.checkpoint.compat import complete, dump, side_file
 from surgery.checkpoint.header import make_header
 from surgery.checkpoint.tensors import DTYPES, LazyTensor, SourceFile
-from surgery.errors import SurgeryError
+from surgery.errors import UsageError
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 INDEX = "model.safetensors.index.json"
@@ -57,12 +57,12 @@ class Plan:
 
 
 def parse_size(text: str) -> int:
-    """Bytes in "5GB", "500MB", "1.5GiB" or a plain number. Raises SurgeryError for anything else."""
+    """Bytes in "5GB", "500MB", "1.5GiB" or a plain number. Raises UsageError for anything else."""
     units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
              "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if not match or match[2].upper() not in units or not (size := int(float(match[1]) * units[match[2].upper()])):
-        raise SurgeryError(f"{text!r} is not a size", "write it like 5GB, 500MB or 2GiB")
+        raise UsageError(f"{text!r} is not a size", "write it like 5GB, 500MB or 2GiB")
     return size
 
 
@@ -73,7 +73,7 @@ def make_plan(checkpoint: Checkpoint, max_shard_size: int | None = None) -> Plan
         checkpoint.tensors, max_shard_size or DEFAULT_SHARD_SIZE
     )
     small = {f.name: side_file(f.name, f.path().read_bytes()) for f in checkpoint.files}
-    if len(shards) > 1:
+    if shards[0].name != "model.safetensors":  # one file of another name is found through an index alone
         small[INDEX] = _index(checkpoint, shards)
     small["config.json"] = dump(_config(checkpoint.config, checkpoint.tensors))
     return Plan(shards=shards, small=small, fingerprint=_fingerprint(shards, small), parameters=checkpoint.parameters)

@@ -36,11 +36,16 @@ def open_checkpoint(location: str | Path, *, revision: str | None = None) -> Che
     return Checkpoint(
         config=config,
         tensors=tensors,
-        files=tuple(f for name, f in store.files.items() if any(fnmatch(name, p) for p in SIDE_FILES)),
+        files=tuple(f for name, f in store.files.items() if _is_side_file(name)),
         source=Source(location=store.location, revision=store.revision, folder=folder),
         shards=shards,
         custom_code=bool(config.get("auto_map")),
     )
+
+
+def _is_side_file(name: str) -> bool:
+    """By name and depth, as `*` of fnmatch crosses folders: original/tokenizer.model stays behind."""
+    return any(fnmatch(name, p) and name.count("/") == p.count("/") for p in SIDE_FILES)
 
 
 def read_config(store: Store) -> dict[str, Any]:

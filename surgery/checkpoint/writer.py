@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import queue
@@ -30,6 +31,7 @@ from surgery.errors import SurgeryError
 MARKER = "surgery.partial.json"
 RECORD = "surgery.json"
 CHUNK = 64 << 20  # a step of the progress bar, and of the kernel's copy
+WINDOW = 256 << 20  # what is written between two flushes
 SLACK = 16 << 20  # left free on the disk
 
 Progress = Callable[[int], None]
@@ -55,10 +57,10 @@ def write(plan: Plan, out: Path, *, source: Checkpoint, hardlink: bool = False, 
     Raises SurgeryError, before the first byte, for a folder that is not ours to write or a disk that is too small.
     """
     check_target(plan, out, source)
+    _check_space(plan, out, hardlink)
     out.mkdir(parents=True, exist_ok=True)
     with _claimed(plan, out):
         done = {s.name for s in plan.shards if _has(out / s.name, s.nbytes)}
-        _check_space(plan, out, done, hardlink)
         for name in plan.small:
             if name not in (INDEX, "config.json"):
                 _write_small(out / name, plan.small[name])
@@ -88,8 +90,8 @@ def check_target(plan: Plan, out: Path, source: Checkpoint) -> None:
             raise SurgeryError(f"the output {out} would stand inside {what} {folder}", "give another folder with --out")
     if out.exists() and not out.is_dir():
         raise SurgeryError(f"the output {out} is a file", "give a folder with --out")
-    if not out.exists() or not any(out.iterdir()):
-        return
+    if not out.exists() or all(p.name == _partial(out / MARKER).name for p in out.iterdir()):
+        return  # nothing, or killed before the mark was whole
     begun = _fingerprint_of(out / MARKER)
     if begun is None and (finished := _fingerprint_of(out / RECORD)) is None:
         raise SurgeryError(f"the folder {out} is not empty and not an output of surgery",
@@ -102,7 +104,8 @@ def check_target(plan: Plan, out: Path, source: Checkpoint) -> None:
 
 def is_finished(plan: Plan, out: Path) -> bool:
     """Whether `out` holds the finished output of this very plan."""
-    return not (out / MARKER).exists() and _fingerprint_of(out / RECORD) == plan.fingerprint
+    whole = all(_has(out / s.name, s.nbytes) for s in plan.shards) and all((out / name).is_file() for name in plan.small)
+    return whole and not (out / MARKER).exists() and _fingerprint_of(out / RECORD) == plan.fingerprint
 
 
 def _fingerprint_of(file: Path) -> str | None:
@@ -133,9 +136,9 @@ def _claimed(plan: Plan, out: Path) -> Iterator[None]:
         yield
 
 
-def _check_space(plan: Plan, out: Path, done: set[str], hardlink: bool) -> None:
-    needed = sum(s.nbytes for s in plan.shards if s.name not in done and not (hardlink and s.verbatim))
-    free = shutil.disk_usage(out).free
+def _check_space(plan: Plan, out: Path, hardlink: bool) -> None:
+    needed = sum(s.nbytes for s in plan.shards if not _has(out / s.name, s.nbytes) and not (hardlink and s.verbatim))
+    free = shutil.disk_usage(next(p for p in (out, *out.resolve().parents) if p.exists())).free
     if needed + SLACK > free:
         raise SurgeryError(f"{out} needs {needed / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB free",
                            "free some space, or give a folder on another disk with --out")  # fmt: skip
@@ -146,12 +149,16 @@ def _check_space(plan: Plan, out: Path, done: set[str], hardlink: bool) -> None:
 
 def _write_small(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = _partial(path)
     with partial.open("wb") as f:
         f.write(data)
         f.flush()
         os.fsync(f.fileno())
     partial.replace(path)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def _has(path: Path, size: int) -> bool:
@@ -168,7 +175,7 @@ def _sync_folder(folder: Path) -> None:
 
 def _write_shard(shard: Shard, out: Path, hardlink: bool, hashed: bool, progress: Progress) -> str | None:
     """Write one shard under a temporary name, sync it, rename it; its sha256 where that was asked for."""
-    partial = out / f".{shard.name}.partial"
+    partial = _partial(out / shard.name)
     partial.unlink(missing_ok=True)
     digest = None
     if hardlink and shard.verbatim and _link(shard.verbatim, partial):
@@ -191,14 +198,13 @@ def _link(source: SourceFile, partial: Path) -> bool:
 
 
 def _stream(shard: Shard, partial: Path, hashed: bool, progress: Progress) -> str | None:
-    with partial.open("wb+", buffering=0) as f, _Hasher(partial) as hasher, _Descriptors() as sources:
+    with partial.open("wb+", buffering=0) as f, _Follower(partial, hashed) as follower, _Descriptors() as sources:
         position = 0
 
         def advance(n: int) -> None:
             nonlocal position
             position += n
-            if hashed:
-                hasher.reach(position)
+            follower.reach(position)
             progress(n)
 
         fd = f.fileno()
@@ -209,7 +215,7 @@ def _stream(shard: Shard, partial: Path, hashed: bool, progress: Progress) -> st
             for _, tensor in shard.tensors:
                 _write_tensor(tensor, fd, sources, advance)
         os.fsync(fd)
-    return hasher.hexdigest if hashed else None
+    return follower.hexdigest()
 
 
 def _write_tensor(tensor: LazyTensor, fd: int, sources: _Descriptors, advance: Progress) -> None:
@@ -278,16 +284,18 @@ class _Descriptors:
         return self._open[path]
 
 
-class _Hasher:
-    """sha256 of a file while it is written: a thread reads what has been reached, still warm in the page cache."""
+class _Follower:
+    """A thread behind the writer: hashes what has been written while it is warm in the page cache, then sends it to
+    the disk and gives its pages back. So the sync at the end is short, and a conversion of any size neither fills the
+    memory with dirty pages nor drives other programs' files out of the cache."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._reached = path, queue.SimpleQueue[int | None]()
+    def __init__(self, path: Path, hashed: bool) -> None:
+        self._path, self._hash = path, hashlib.sha256() if hashed else None
+        self._reached = queue.SimpleQueue[int | None]()
         self._error: BaseException | None = None
-        self.hexdigest = ""
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> _Hasher:
+    def __enter__(self) -> _Follower:
         self._thread.start()
         return self
 
@@ -300,18 +308,37 @@ class _Hasher:
     def reach(self, position: int) -> None:
         self._reached.put(position)
 
+    def hexdigest(self) -> str | None:
+        return self._hash.hexdigest() if self._hash else None
+
     def _run(self) -> None:
         try:
-            h, position, buffer = hashlib.sha256(), 0, memoryview(bytearray(4 << 20))
-            with self._path.open("rb", buffering=0) as f:
+            flushed = hashed = 0
+            with self._path.open("rb+", buffering=0) as f:
                 while (end := self._reached.get()) is not None:
-                    while position < end:
-                        n = f.readinto(buffer[: min(len(buffer), end - position)])
-                        h.update(buffer[:n])
-                        position += n
-            self.hexdigest = h.hexdigest()
+                    if self._hash:
+                        hashed = _hash_range(f, hashed, end, self._hash)
+                    if end - flushed >= WINDOW:
+                        _flush(f.fileno(), flushed, end)
+                        flushed = end
         except BaseException as e:  # handed to the writer's thread
             self._error = e
+
+
+def _hash_range(f: io.FileIO, position: int, end: int, h: hashlib._Hash) -> int:
+    buffer = memoryview(bytearray(4 << 20))
+    f.seek(position)
+    while position < end:
+        n = f.readinto(buffer[: min(len(buffer), end - position)])
+        h.update(buffer[:n])
+        position += n
+    return position
+
+
+def _flush(fd: int, start: int, end: int) -> None:
+    os.fsync(fd)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 def hash_file(path: Path, progress: Progress = lambda n: None) -> str:

@@ -69,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         code = surgery.main(arguments, prog_name="surgery", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -101,6 +102,7 @@ def _report(message: str, hint: str, code: int) -> int:
         import traceback
 
         traceback.print_exc()
+    message = " ".join(line.strip() for line in message.splitlines())  # click lists choices one a line
     click.echo(click.style("error: ", fg="red", bold=True) + message if code != 130 else message, err=True)
     if hint:
         click.echo(f"hint: {hint}", err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -67,6 +68,8 @@ def execute(shared: Converting, operation: Callable[[Checkpoint], Checkpoint], *
     from surgery.cli import screen
     from surgery.operations.cast import cast
 
+    if shared.quiet or shared.as_json:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     size = parse_size(shared.max_shard_size) if shared.max_shard_size else None
     source = open_checkpoint(shared.model, revision=shared.revision)
     run.require_trust(source, shared.trust_remote_code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,7 +17,7 @@ from surgery.run import Result
 
 
 class Bars:
-    """Progress bars, in bytes with the time left."""
+    """Progress bars, in bytes with the time left; none where stderr is not a terminal."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
@@ -26,15 +27,19 @@ class Bars:
         from tqdm import tqdm
 
         scaled = unit == "B"
-        with tqdm(total=total or None, desc=title, unit=unit, unit_scale=scaled, unit_divisor=1000, disable=self.quiet,
+        with tqdm(total=total or None, desc=title, unit=unit, unit_scale=scaled, unit_divisor=1000, disable=self.quiet or None,
                   leave=False, dynamic_ncols=True) as bar:  # fmt: skip
             yield lambda n: (bar.update(n), None)[1]
 
 
 def show(report: RenderableType) -> None:
-    """A pipe has no width: rich would assume 80 columns and wrap the tables."""
-    console = Console(highlight=False)
-    (console if console.is_terminal else Console(highlight=False, width=120)).print(report)
+    """Text as it is; a table without markup, as the name of a folder may hold brackets."""
+    if isinstance(report, str):
+        return click.echo(report)
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 120  # a pipe has no width: rich would assume 80 columns and wrap the tables
+    console.print(report)
 
 
 def echo_json(value: Any) -> None:
@@ -77,8 +82,13 @@ def show_result(result: Result, *, as_json: bool, quiet: bool) -> int:
         if result.verification:
             show(verification_table(result.verification.as_dict()))
     if not passed:
-        click.echo(f"error: the output does not pass its verification; it stays in {result.folder} for you to look at", err=True)
+        report_failure(result.folder)
     return 0 if passed else 1
+
+
+def report_failure(folder: Path) -> None:
+    click.echo(f"error: {folder} does not pass its verification", err=True)
+    click.echo(f"hint: {folder / 'surgery.json'} names what failed; the output stays for you to look at", err=True)
 
 
 def show_notes(notes: list[str]) -> None:

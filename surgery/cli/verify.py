@@ -25,8 +25,6 @@ def verify_command(source: str, output: Path, revision: str | None, trust_remote
       surgery verify ./llama ./llama-mixtral-8x-top2
       surgery verify Qwen/Qwen3-8B ./Qwen3-8B-relu --json
     """
-    import click
-
     from surgery import run
     from surgery.checkpoint import open_checkpoint
     from surgery.cli import screen
@@ -38,5 +36,5 @@ def verify_command(source: str, output: Path, revision: str | None, trust_remote
     elif not quiet:
         screen.show(screen.verification_table(verification.as_dict()))
     if not verification.passed:
-        click.echo(f"error: {output} does not pass its verification", err=True)
+        screen.report_failure(output)
     return 0 if verification.passed else 1

@@ -122,18 +122,20 @@ class Blocks:
             used.append(name)
             return tensors[name].transpose() if f.transposed and kind == "weight" else tensors[name]
 
-        up, down = take(f.up, "weight"), take(f.down, "weight")
-        if up is None or down is None:
-            missing = f.up if up is None else f.down
-            raise SurgeryError(f"layer {index} has no tensor {start}{missing}.weight, which a {f.model_type} needs",
-                               "the checkpoint is incomplete: download it again")  # fmt: skip
+        def need(path: str) -> LazyTensor:
+            if (t := take(path, "weight")) is None:
+                raise SurgeryError(f"layer {index} has no tensor {start}{path}.weight, which a {f.model_type} needs",
+                                   "the checkpoint is incomplete: download it again")  # fmt: skip
+            return t
+
+        up, down = need(f.up), need(f.down)
         up_bias, down_bias = take(f.up, "bias"), take(f.down, "bias")
         gate, gate_bias = None, None
         if f.fused_gate_up:
             gate, up = _halves(up)
             gate_bias, up_bias = _halves(up_bias) if up_bias else (None, None)
         elif f.gate:
-            gate, gate_bias = take(f.gate, "weight"), take(f.gate, "bias")
+            gate, gate_bias = need(f.gate), take(f.gate, "bias")
         return Mlp(gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
                    names=tuple(used))  # fmt: skip
 

@@ -79,6 +79,10 @@ def _gated_shared(mlp: Mlp) -> tuple[Mlp, Tensors]:
     return dataclasses.replace(mlp, down=half), out
 
 
+def _head_dim(config: Config) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
 _QWEN_EXPERTS = _per_expert("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj", "mlp.experts.{e}.down_proj")
 _AUXILIARY = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
 
@@ -91,7 +95,8 @@ TARGETS: dict[str, Target] = {
             router="block_sparse_moe.gate.weight",
             place=_per_expert("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3",
                               "block_sparse_moe.experts.{e}.w2"),
-            config=_AUXILIARY | {"router_jitter_noise": 0.0},
+            # yarn and longrope want a number here, where Mixtral's default is None
+            config=_AUXILIARY | {"router_jitter_noise": 0.0, "head_dim": _head_dim},
         ),
         Target(
             model_type="qwen2_moe",
@@ -120,7 +125,7 @@ TARGETS: dict[str, Target] = {
             architecture="GraniteMoeForCausalLM",
             router="block_sparse_moe.router.layer.weight",
             place=_granite,
-            config=_AUXILIARY,
+            config=_AUXILIARY | {"head_dim": _head_dim},
         ),
         Target(
             model_type="flex_olmo",
@@ -166,11 +171,14 @@ def _fold_gemma(tensors: Tensors, config: Config) -> Tensors:
     return out
 
 
-def _head_dim(config: Config) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+def _gemma_activation(config: Config) -> str:
+    """Gemma's first files say "gelu", and its class takes the approximation by tanh that they mean."""
+    return "gelu_pytorch_tanh" if config["hidden_act"] == "gelu" else str(config["hidden_act"])
 
 
-_NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
+_NO_MLP_BIAS = {"mlp_bias": (False,)}
+_NO_BIAS = _NO_MLP_BIAS | {"attention_bias": (False,)}
+_USUAL_HEADS = {"head_dim": (None, lambda c: c["hidden_size"] // c["num_attention_heads"])}
 _NO_WINDOW = {"use_sliding_window": (False,)}
 _WHOLE_ROTARY = {"partial_rotary_factor": (1.0, None)}
 _UNSCALED = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0}
@@ -178,16 +186,17 @@ _UNSCALED = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multi
 # The first route of a source whose requirements hold is what `--target auto` takes.
 ROUTES: tuple[Route, ...] = (
     Route(source="llama", target="mixtral", requires=_NO_BIAS, config={"sliding_window": None}),
-    Route(source="llama", target="granitemoe", requires={"mlp_bias": (False,), "head_dim": (None, lambda c: c["hidden_size"] // c["num_attention_heads"])},
+    Route(source="llama", target="granitemoe", requires=_NO_MLP_BIAS | _USUAL_HEADS,
           config=_UNSCALED | {"attention_multiplier": lambda c: _head_dim(c) ** -0.5}),
     Route(source="mistral", target="mixtral"),
     Route(source="qwen2", target="qwen2_moe", requires=_NO_WINDOW),
     Route(source="qwen3", target="qwen3_moe", requires=_NO_WINDOW),
     Route(source="phi3", target="mixtral", requires=_WHOLE_ROTARY, rewrite=_split_qkv),
-    Route(source="granite", target="granitemoe", requires={"mlp_bias": (False,)}),
+    Route(source="granite", target="granitemoe", requires=_NO_MLP_BIAS | _USUAL_HEADS),
     Route(source="olmo2", target="flex_olmo"),
-    Route(source="gemma", target="mixtral", requires={"attention_bias": (False,)},
-          config={"tie_word_embeddings": False, "sliding_window": None}, rewrite=_fold_gemma),
+    Route(source="gemma", target="mixtral", requires={"attention_bias": (False,), "use_bidirectional_attention": (None, False)},
+          config={"tie_word_embeddings": False, "sliding_window": None, "hidden_act": _gemma_activation},
+          rewrite=_fold_gemma),
 )  # fmt: skip
 
 

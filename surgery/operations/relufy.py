@@ -17,7 +17,8 @@ ACTIVATIONS = ("relu", "relu2")  # relu2: ReLU(x)², Primer (So et al. 2021, arX
 def relufy(checkpoint: Checkpoint, *, activation: str = "relu") -> Checkpoint:
     """The same weights with `activation` ("relu" or "relu2") in every MLP.
 
-    Raises SurgeryError where the activation is already that, or the family's activation is not in its config.
+    Raises SurgeryError where the activation is already that, the family's activation is not in its config, or a dense
+    MLP is incomplete.
     """
     if activation not in ACTIVATIONS:
         raise UsageError(f"unknown activation {activation!r}", f"one of: {', '.join(ACTIVATIONS)}")
@@ -30,6 +31,9 @@ def relufy(checkpoint: Checkpoint, *, activation: str = "relu") -> Checkpoint:
     before = str(checkpoint.text_config.get(family.activation_key) or family.activation)
     if before == activation:
         raise SurgeryError(f"the activation of this {family.model_type} is {activation} already", "there is nothing to do")
+    if not family.is_moe:
+        for index in range(blocks.count):
+            blocks.mlp(index)  # raises where a tensor is missing
     step = Step(
         operation="relufy",
         parameters={"activation": activation},

@@ -68,6 +68,9 @@ def choose_route(blocks: Blocks, config: Mapping[str, Any], target: str) -> Rout
     family = blocks.family
     if family.is_moe:
         raise SurgeryError(f"{family.model_type} is a mixture of experts already", "give a dense model")
+    if config.get("text_config"):
+        raise SurgeryError(f"{config.get('model_type')} is multimodal: no native mixture-of-experts architecture holds its towers",
+                           f"give its language model ({family.model_type}) as a checkpoint of its own")  # fmt: skip
     if target not in ("auto", *TARGETS):
         raise UsageError(f"unknown target {target!r}", f"one of: auto, {', '.join(TARGETS)}")
     routes = [r for r in ROUTES if r.source == family.model_type]

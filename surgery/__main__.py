@@ -1,0 +1,5 @@
+"""`python -m surgery` is `surgery`."""
+
+from surgery.cli import main
+
+main()

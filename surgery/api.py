@@ -1,0 +1,50 @@
+"""The Python API, `surgery.NAME`: the same as the commands, in pieces that compose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from surgery.checkpoint import Checkpoint, open_checkpoint, parse_size
+from surgery.operations.cast import cast
+from surgery.operations.relufy import relufy
+from surgery.operations.upcycle import upcycle
+from surgery.run import convert, verify_folder
+
+if TYPE_CHECKING:
+    from surgery.analysis.weigh import Weights
+    from surgery.verification import Verification
+
+__all__ = ["cast", "inspect", "open", "relufy", "upcycle", "verify", "write"]
+
+
+def open(location: str | Path, *, revision: str | None = None) -> Checkpoint:
+    """A checkpoint from a folder, a .safetensors file or a Hub id; reads headers alone."""
+    return open_checkpoint(location, revision=revision)
+
+
+def inspect(checkpoint: Checkpoint) -> Weights:
+    """Where the weights are: parameters by role and layer, active parameters, FLOPs. Reads no weight."""
+    from surgery.analysis.weigh import weigh
+
+    return weigh(checkpoint, checkpoint.config)
+
+
+def write(checkpoint: Checkpoint, out: str | Path, *, max_shard_size: int | str | None = None, hardlink: bool = False,
+          trust_remote_code: bool = False) -> Path:  # fmt: skip
+    """Write a checkpoint to the folder `out`, one tensor at a time; goes on with an interrupted output of the same.
+
+    Args:
+        max_shard_size: bytes, or text like "5GB" (the default).
+        hardlink: link to source files that stay as they are, instead of copying them.
+
+    Raises SurgeryError, before the first byte, for a folder that is not ours to write or a disk that is too small.
+    """
+    size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    return convert(checkpoint, checkpoint, Path(out), max_shard_size=size, hardlink=hardlink, verify=False,
+                   trust_remote_code=trust_remote_code).folder  # fmt: skip
+
+
+def verify(source: Checkpoint, out: str | Path, *, trust_remote_code: bool = False) -> Verification:
+    """Prove the output in the folder `out` against the source it was made from; the result goes into its surgery.json."""
+    return verify_folder(source, Path(out), trust_remote_code)

@@ -1,0 +1,40 @@
+"""What tests share: conversions of tiny models, each made once, and a run of transformers 4."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+JOB = Path(__file__).parent / "transformers_4.py"
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from models import Workshop
+
+    return Workshop(tmp_path_factory.mktemp("conversions"))
+
+
+@pytest.fixture(scope="session")
+def run_transformers_4() -> Callable[[dict[str, Any]], Any]:
+    """Runs a job of transformers_4.py with the transformers 4.57 in the folder that SURGERY_TRANSFORMERS_4 names."""
+    folder = os.environ.get("SURGERY_TRANSFORMERS_4")
+    if not folder:
+        pytest.skip("SURGERY_TRANSFORMERS_4 names no folder with transformers 4.57")
+    environment = {**os.environ, "PYTHONPATH": str(Path(folder).expanduser()), "HF_HUB_OFFLINE": "1"}
+
+    def run(job: dict[str, Any]) -> Any:
+        done = subprocess.run([sys.executable, JOB], input=json.dumps(job), env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        result = json.loads(done.stdout)
+        assert result["version"].startswith("4.57."), result["version"]
+        return result
+
+    return run

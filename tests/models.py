@@ -1,0 +1,276 @@
+"""Tiny random models of every dense family, saved as transformers saves them, and conversions of them on the disk.
+
+Norms and biases are random too: at their initial 1 and 0 they would hide a tensor that was not loaded. Sequences are
+longer than the sliding windows and than what the long rope was pretrained on, so that neither goes unseen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from surgery.checkpoint import Checkpoint, Source, constant, make_plan, open_checkpoint, write
+from surgery.families import known
+from surgery.operations.relufy import relufy
+from surgery.operations.upcycle import upcycle
+
+torch.set_num_threads(1)  # matrices of 32 rows gain nothing from more
+transformers.utils.logging.disable_progress_bar()
+
+LAYERS, LENGTH, WINDOW, VOCAB = 3, 40, 8, 61
+COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+          "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}  # fmt: skip
+GEMMA = {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}  # fmt: skip
+FEWER = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 128}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 20000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.5, 2.0, 3.0, 4.0]}  # fmt: skip
+
+# model_type, then what is special
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama tied": {"tie_word_embeddings": True},
+    "llama with llama3 rope": {"rope_parameters": LLAMA3},
+    "llama with head_dim": {"head_dim": 16},
+    "llama with attention biases": {"attention_bias": True},
+    "llama with as many key-value heads": {"num_key_value_heads": 4},
+    "mistral": {"sliding_window": WINDOW},
+    "mistral without window": {"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "mistral with yarn": {"sliding_window": None, "rope_parameters": YARN},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "gemma": {"head_dim": 8, "initializer_range": 0.1},
+    "gemma2": {**GEMMA, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 0.5},
+    "gemma3_text": {**GEMMA, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2e4}}},
+    "phi3": {},
+    "phi3 with window": {"sliding_window": WINDOW},
+    "phi3 with longrope": {"rope_parameters": LONG, "original_max_position_embeddings": 16},
+    "phi3 with partial rotary": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2},
+    "olmo2": {},
+    "smollm3": {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}, "no_rope_layers": [1, 0, 1]},
+    "gpt2": FEWER,
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16, "init_std": 0.2},
+    "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4, "partial_rotary_factor": 0.5}},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "ffn_hidden_size": 48,
+               "rope_parameters": {"rope_type": "default", "rope_theta": 3e4}},
+    "nemotron": {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4, "partial_rotary_factor": 0.25}},
+}  # fmt: skip
+
+
+def config_of(name: str, **changes: Any) -> Any:
+    """The stock config of a model of MODELS."""
+    model_type = name.split()[0]
+    return transformers.AutoConfig.for_model(model_type, **{**COMMON, **MODELS[name], **changes})
+
+
+def save_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
+    """A random model of MODELS, saved by the transformers in use."""
+    save_config(config_of(name, **changes), folder, dtype)
+
+
+def save_config(config: Any, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """A random model of a config."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for p in model.parameters():
+        if p.ndim == 1:
+            torch.nn.init.normal_(p, p.mean().item(), 0.1)
+    model.to(dtype).save_pretrained(folder)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of two words, 3 and 4, saved by the transformers in use."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 3, "b": 4}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
+    """Stock loading, and what it found missing, unexpected or mismatched."""
+    capped = getattr(transformers.AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None)
+    options = {"attn_implementation": "eager"} if capped else {}  # sdpa leaves the cap out
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+    return model.eval(), info
+
+
+def sample_ids() -> torch.Tensor:
+    """[2, LENGTH]"""
+    return torch.randint(3, VOCAB - 3, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> torch.Tensor:
+    """[2, LENGTH, V]"""
+    return model(sample_ids()).logits
+
+
+def greedy(model: Any, prompt: int = 12, new: int = 5) -> list[int]:
+    """The tokens that follow the first `prompt` ones of the first sample, most likely one each time."""
+    options = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
+    return model.generate(sample_ids()[:1, :prompt], **options)[0, prompt:].tolist()
+
+
+def fake(model_type: str, *, layers: int = LAYERS, hidden: int = 8, width: int = 12, **config: Any) -> Checkpoint:
+    """Zeros in the MLPs of a family and in an embedding, for what is decided before any weight is read. The config has
+    the sizes and `config` alone."""
+    f = known()[model_type]
+    tensors = {"model.embed_tokens.weight": constant(0.0, (VOCAB, hidden), "F32")}
+    for i in range(layers):
+        for path in {f.gate, f.up, f.down} - {None}:
+            rows = 2 * width if f.fused_gate_up and path == f.up else width
+            shape = (hidden, width) if path == f.down else (rows, hidden)
+            tensors[f"model.{f.layers}.{i}.{path}.weight"] = constant(0.0, shape[::-1] if f.transposed else shape, "F32")
+    sizes = {f.hidden_key: hidden, f.width_key: width, f.layers_key: layers, "num_attention_heads": 2, "vocab_size": VOCAB}
+    return Checkpoint(config={"model_type": model_type, **sizes, **config}, tensors=tensors, source=Source(location="fake"))
+
+
+# --- conversions ----------------------------------------------------------------------------------------------------
+
+
+def edit_config(folder: Path, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return value
+
+
+def as_written_by_4(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json as transformers 4 writes it."""
+    out, rope = dict(config), dict(config["rope_parameters"])
+    del out["rope_parameters"]
+    out["torch_dtype"] = out.pop("dtype")
+    out["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    outside = ("original_max_position_embeddings", "partial_rotary_factor") if kind == "longrope" else ()
+    scaling = {k: v for k, v in rope.items() if k not in outside}
+    out["rope_scaling"] = None if kind == "default" else {"type" if outside else "rope_type": kind} | scaling
+    return out
+
+
+def silent(config: dict[str, Any]) -> dict[str, Any]:
+    """What an old config.json says: sizes, and nothing that is the class's default."""
+    unsaid = ("rope_parameters", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "head_dim", "dtype")
+    return {k: v for k, v in config.items() if k not in unsaid}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A conversion: the model of MODELS, what is changed in its config.json first, the options of the operation."""
+
+    model: str
+    target: str = ""  # the model_type that must come out
+    options: dict[str, Any] = field(default_factory=dict)
+    edit: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    activation: str = ""  # relufy instead of upcycle
+    dtype: torch.dtype = torch.float32
+    tokenizer: bool = False
+
+
+UPCYCLED: dict[str, Case] = {
+    "llama": Case(model="llama", target="mixtral"),
+    "llama in bf16": Case(model="llama", target="mixtral", dtype=torch.bfloat16, tokenizer=True),
+    "llama tied, k=1": Case(model="llama tied", target="mixtral", options={"top_k": 1}),
+    "llama with llama3 rope": Case(model="llama with llama3 rope", target="mixtral"),
+    "llama with head_dim, k=E": Case(model="llama with head_dim", target="mixtral", options={"top_k": 4}),
+    "llama with attention biases": Case(model="llama with attention biases", target="granitemoe"),
+    "llama into granitemoe": Case(model="llama with llama3 rope", target="granitemoe", options={"target": "granitemoe"}),
+    "llama, config of 4": Case(model="llama with llama3 rope", target="mixtral", edit=as_written_by_4),
+    "llama, silent config": Case(model="llama with as many key-value heads", target="mixtral", edit=silent),
+    "llama with biases, head_dim null": Case(model="llama with attention biases", target="granitemoe",
+                                             edit=lambda c: c | {"head_dim": None}),
+    "mistral": Case(model="mistral", target="mixtral"),
+    "mistral, config of 4": Case(model="mistral", target="mixtral", edit=as_written_by_4),
+    "mistral without window": Case(model="mistral without window", target="mixtral"),
+    "mistral with yarn": Case(model="mistral with yarn", target="mixtral"),
+    "mistral with yarn, config of 4": Case(model="mistral with yarn", target="mixtral",
+                                           edit=lambda c: as_written_by_4(c) | {"head_dim": None}),
+    "qwen2, k=1": Case(model="qwen2", target="qwen2_moe", options={"top_k": 1}),
+    "qwen2": Case(model="qwen2", target="qwen2_moe"),
+    "qwen2, one layer": Case(model="qwen2", target="qwen2_moe", options={"layers": [1]}),
+    "qwen2, config of 4": Case(model="qwen2", target="qwen2_moe",
+                               edit=lambda c: as_written_by_4(c) | {"sliding_window": 4, "max_window_layers": 1}),
+    "qwen3": Case(model="qwen3", target="qwen3_moe"),
+    "qwen3, two layers": Case(model="qwen3", target="qwen3_moe", options={"layers": [0, 2]}),
+    "phi3": Case(model="phi3", target="mixtral"),
+    "phi3 with window, k=E": Case(model="phi3 with window", target="mixtral", options={"top_k": 4}),
+    "phi3 with longrope": Case(model="phi3 with longrope", target="mixtral"),
+    "phi3 with longrope, config of 4": Case(model="phi3 with longrope", target="mixtral", edit=as_written_by_4),
+    "granite": Case(model="granite", target="granitemoe"),
+    "olmo2": Case(model="olmo2", target="flex_olmo"),
+    "gemma": Case(model="gemma", target="mixtral"),
+    "gemma, first config": Case(model="gemma", target="mixtral", edit=lambda c: as_written_by_4(c) | {"hidden_act": "gelu"}),
+}  # fmt: skip
+
+RELUFIED: dict[str, Case] = {
+    "llama in bf16, relu": Case(model="llama with llama3 rope", activation="relu", dtype=torch.bfloat16, tokenizer=True),
+} | {
+    f"{name}, {activation}": Case(model=name, activation=activation)
+    for name in (
+        "llama", "llama with llama3 rope", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text",
+        "phi3", "phi3 with longrope", "phi3 with partial rotary", "granite", "olmo2", "smollm3", "gpt2", "opt", "gpt_neox",
+        "falcon", "nemotron",
+    )
+    for activation in (("relu2",) if name == "opt" else ("relu", "relu2") if name == "llama" else ("relu",))
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """A conversion on the disk. `logits` and `tokens` are those of the source, or of the output where it is not exact."""
+
+    case: Case
+    source: Path
+    output: Path
+    checkpoint: Checkpoint
+    logits: torch.Tensor
+    tokens: list[int]
+
+
+class Workshop:
+    """Makes each conversion once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.convert = cache(self._convert)
+
+    def _convert(self, name: str) -> Conversion:
+        case = UPCYCLED[name] if name in UPCYCLED else RELUFIED[name]
+        folder = self.folder / str(len(list(self.folder.iterdir())))
+        source, output = folder / "source", folder / "output"
+        save_model(case.model, source, dtype=case.dtype)
+        if case.tokenizer:
+            save_tokenizer(source)
+        if case.edit:
+            edit_config(source, case.edit)
+        checkpoint = open_checkpoint(source)
+        if case.activation:
+            result = relufy(checkpoint, activation=case.activation)
+        else:
+            result = upcycle(checkpoint, **{"experts": 4, "top_k": 2, "router_std": 0.3, **case.options})
+        write(make_plan(result), output, source=checkpoint)
+        reference, _ = load(output if case.activation else source)
+        logits, tokens = logits_of(reference), greedy(reference)
+        torch.save({"ids": sample_ids(), "logits": logits, "tokens": tokens}, folder / "expected.pt")
+        return Conversion(case=case, source=source, output=output, checkpoint=result, logits=logits, tokens=tokens)
+
+    def expected(self, name: str) -> Path:
+        """The file with the ids, and the logits and tokens that they must give."""
+        return self.convert(name).source.parent / "expected.pt"
