@@ -24,11 +24,13 @@ Files = dict[str, bytes]
 
 @dataclass(slots=True)
 class Repository:
-    """Commits by their hash, branches and tags by name. The files of a gated one are refused, its listing is not."""
+    """Commits by their hash, branches and tags by name. The files of a gated one are refused, its listing is not; a lost
+    file is listed and not there."""
 
     commits: dict[str, Files] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     gated: bool = False
+    lost: str = ""
 
 
 class Refused(Exception):
@@ -143,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
         commit, files = self.hub.find(name, revision)
         if self.hub.repositories[name].gated:
             raise Refused(403, "GatedRepo")
-        if file not in files:
+        if file not in files or file == self.hub.repositories[name].lost:
             raise Refused(404, "EntryNotFound")
         data, status = files[file], 200
         headers = {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}

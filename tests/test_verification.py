@@ -11,8 +11,9 @@ import pytest
 import torch
 import transformers
 
-from surgery import demo
+from surgery import demo, verification
 from surgery.checkpoint import Checkpoint, constant, open_checkpoint
+from surgery.operations.upcycle import upcycle
 from surgery.verification import Row, Verification, sequence_length, verify, without_mlp
 
 DEMO = Path(demo.__file__).parent / "model"
@@ -72,6 +73,25 @@ def test_a_control_that_changes_nothing_fails(tmp_path: Path) -> None:
     checkpoint = without_mlp(tiny(tmp_path), 2)
     v = verify(checkpoint, checkpoint, exact=True, tokens=256)
     assert row(v, "logits max").passed and not row(v, "control").passed and not v.passed
+
+
+def test_rounding_is_no_failure_and_an_error_beyond_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deep model rounds by more than the strict limit: here the limit is set below what the copies round."""
+    monkeypatch.setattr(verification, "PARITY", 1e-9)
+    source = tiny(tmp_path)
+    output = upcycle(source, experts=4)
+    v = verify(source, output, exact=True, tokens=256)
+    rounding, parity = row(v, "rounding of the source").value, row(v, "against 4 × that rounding")
+    assert v.passed and 0 < parity.value <= parity.limit == pytest.approx(4 * rounding)
+    assert row(v, "control").limit == parity.limit
+    wrong = {n: t.map("more", lambda x: x * 1.001) for n, t in output.tensors.items() if n.endswith("0.w2.weight")}
+    assert not verify(source, changed(output, **wrong), exact=True, tokens=256).passed
+
+
+def test_fields_that_the_class_ignores_are_named(tmp_path: Path) -> None:
+    checkpoint = tiny(tmp_path)
+    checkpoint = checkpoint.replace(config={**checkpoint.config, "my_own_field": 1})
+    assert row(verify(checkpoint, checkpoint, exact=True, tokens=64), "ignores").detail == ("my_own_field",)
 
 
 def test_a_perturbed_tensor_fails_with_the_value(tmp_path: Path) -> None:
@@ -146,17 +166,17 @@ def test_perplexity_is_that_of_the_stock_model() -> None:
 @pytest.mark.parametrize(
     ("model_type", "options", "expected"),
     [
-        ("mistral", {"sliding_window": 300}, 364),
-        ("mistral", {"sliding_window": 100}, 256),
-        ("mistral", {"sliding_window": 480}, 511),  # positions end before window + 64
-        ("mistral", {"sliding_window": 4096}, 256),  # a window beyond the positions is never in force
-        ("qwen2", {"sliding_window": 300, "use_sliding_window": False}, 256),
-        ("qwen2", {"sliding_window": 300, "use_sliding_window": True, "max_window_layers": 3}, 256),
-        ("qwen2", {"sliding_window": 300, "use_sliding_window": True, "max_window_layers": 1}, 364),
+        ("mistral", {"sliding_window": 600}, 664),
+        ("mistral", {"sliding_window": 100}, 512),
+        ("mistral", {"sliding_window": 780}, 799),  # positions end before window + 64
+        ("mistral", {"sliding_window": 4096}, 512),  # a window beyond the positions is never in force
+        ("qwen2", {"sliding_window": 600, "use_sliding_window": False}, 512),
+        ("qwen2", {"sliding_window": 600, "use_sliding_window": True, "max_window_layers": 3}, 512),
+        ("qwen2", {"sliding_window": 600, "use_sliding_window": True, "max_window_layers": 1}, 664),
     ],
 )
 def test_sequences_are_longer_than_a_window_in_force(tmp_path: Path, model_type: str, options: dict[str, Any],
                                                      expected: int) -> None:  # fmt: skip
-    checkpoint = tiny(tmp_path, model_type, **options)
+    checkpoint = tiny(tmp_path, model_type, max_position_embeddings=800, **options)
     assert sequence_length(checkpoint, checkpoint, exact=True) == expected
     assert sequence_length(checkpoint, checkpoint, exact=False) == 511

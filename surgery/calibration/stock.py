@@ -29,6 +29,8 @@ from surgery.errors import SurgeryError
 from surgery.families import Blocks
 
 OTHER_MODALITIES = ("vision", "visual", "audio", "multi_modal")  # parts of a name that text never passes
+WRITTEN_FOR_BOTH = ("dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
+                    "partial_rotary_factor", "transformers_version", "auto_map", "architectures", "model_type")  # fmt: skip
 CONVERTS = int(transformers.__version__.split(".")[0]) >= 5  # transformers 5 renames and fuses tensors as it loads
 
 
@@ -45,6 +47,16 @@ def parse_config(checkpoint: Checkpoint) -> Any:
     """The `PretrainedConfig` that stock loading would build, every default filled in."""
     with _folder(checkpoint) as folder:
         return _parse(checkpoint, folder)
+
+
+def unknown_fields(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Fields of config.json that mean nothing to the config class of its model_type, sorted."""
+    config = parse_config(checkpoint)
+    try:
+        known = set(type(config)().to_dict()) | set(type(config).attribute_map)
+    except Exception:  # a class without defaults: nothing can be said
+        return ()
+    return tuple(sorted(k for k in checkpoint.config if k not in known and k not in WRITTEN_FOR_BOTH))
 
 
 def meta_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:

@@ -32,6 +32,7 @@ def upcycle(checkpoint: Checkpoint, *, experts: int = 8, top_k: int = 2, layers:
     _check_counts(experts, top_k, router_std)
     require_plain(checkpoint)
     blocks = locate(checkpoint)
+    _require_text_only(checkpoint, blocks)
     config = blocks.family.effective(complete(checkpoint.config))
     route = choose_route(blocks, config, target)
     chosen = _choose_layers(blocks, layers, TARGETS[route.target])
@@ -63,14 +64,17 @@ def _check_counts(experts: int, top_k: int, router_std: float) -> None:
         raise UsageError(f"a router of standard deviation {router_std}", "give 0 or more; 0.02 is usual")
 
 
+def _require_text_only(checkpoint: Checkpoint, blocks: Blocks) -> None:
+    if checkpoint.config.get("text_config"):
+        raise SurgeryError(f"{checkpoint.config.get('model_type')} is multimodal: no target of upcycle holds its other towers",
+                           f"give its language model, a {blocks.family.model_type}, as a checkpoint of its own")  # fmt: skip
+
+
 def choose_route(blocks: Blocks, config: Mapping[str, Any], target: str) -> Route:
     """The route into `target`, or the first exact one for "auto". Raises SurgeryError where there is none."""
     family = blocks.family
     if family.is_moe:
         raise SurgeryError(f"{family.model_type} is a mixture of experts already", "give a dense model")
-    if config.get("text_config"):
-        raise SurgeryError(f"{config.get('model_type')} is multimodal: no native mixture-of-experts architecture holds its towers",
-                           f"give its language model ({family.model_type}) as a checkpoint of its own")  # fmt: skip
     if target not in ("auto", *TARGETS):
         raise UsageError(f"unknown target {target!r}", f"one of: auto, {', '.join(TARGETS)}")
     routes = [r for r in ROUTES if r.source == family.model_type]

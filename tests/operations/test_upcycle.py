@@ -18,6 +18,7 @@ from models import LAYERS, LLAMA3, UPCYCLED, Workshop, fake, greedy, load, logit
 from safetensors.torch import load_file, save_file
 
 from surgery.checkpoint import Checkpoint, make_plan, open_checkpoint, write
+from surgery.checkpoint.compat import complete
 from surgery.families.targets import ROUTES
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
@@ -63,7 +64,8 @@ WRONG = {  # one field of config.json wrong, as the target's class would have it
     "qwen3": {"norm_topk_prob": False},
     "phi3 with longrope": DEFAULT_ROPE,
     "granite": {"residual_multiplier": 1.0},
-    "olmo2": {"norm_topk_prob": False},
+    # not norm_topk_prob: the norm after the MLP takes any scale out again
+    "olmo2": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 5e5},
     "gemma": {"hidden_act": "silu"},
 }
 
@@ -164,6 +166,13 @@ def test_longrope_has_one_name(name: str) -> None:
     assert config["original_max_position_embeddings"] == 16
 
 
+@pytest.mark.parametrize("name", [n for n in UPCYCLED if "rope" in n or "yarn" in n or "config" in n])
+def test_completing_a_config_twice_changes_nothing(name: str, workshop: Workshop) -> None:
+    """Upcycling completes it once, the plan once more, and each further conversion again."""
+    for config in (read_config(workshop.convert(name).source), read_config(workshop.convert(name).output)):
+        assert complete(complete(config)) == complete(config)
+
+
 # --- the head -------------------------------------------------------------------------------------------------------
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -209,9 +218,8 @@ def test_router_values_are_decided_by_seed_and_name() -> None:
     assert a.shape == (64, 256) and torch.equal(a, one_layer[ROUTER.format(2)].read())
     assert not torch.equal(a, b)
     assert not torch.equal(a, upcycle(wide, experts=64, seed=4).tensors[ROUTER.format(2)].read())
-    assert torch.equal(3 * a, upcycle(wide, experts=64, seed=3, router_std=0.06).tensors[ROUTER.format(2)].read()) or (
-        delta(3 * a, upcycle(wide, experts=64, seed=3, router_std=0.06).tensors[ROUTER.format(2)].read()) < 1e-8
-    )
+    larger = upcycle(wide, experts=64, seed=3, router_std=0.06).tensors[ROUTER.format(2)].read()
+    torch.testing.assert_close(larger, 3 * a)
     assert a.std().item() == pytest.approx(0.02, rel=0.05)
     assert abs(a.mean().item()) < 0.02 * 5 / 128  # five standard errors of 64 x 256 values
 
@@ -219,7 +227,7 @@ def test_router_values_are_decided_by_seed_and_name() -> None:
 def test_router_values_are_those_of_other_machines() -> None:
     """A generator whose stream changed between versions would make a resumed output a mixture of two."""
     values = upcycle(fake("qwen3"), experts=2).tensors[ROUTER.format(0)].read()[0, :3]
-    assert values.tolist() == pytest.approx(PINNED, abs=1e-9)
+    assert values.tolist() == pytest.approx([-0.00441332, -0.0013325, 0.02304584], abs=1e-8)
 
 
 def test_bytes_do_not_depend_on_run_or_shards(tmp_path: Path) -> None:
@@ -245,8 +253,8 @@ def test_bf16_logits_are_as_near_as_rounding_lets_them(workshop: Workshop) -> No
     (source, _), (model, _) = load(c.source, torch.bfloat16), load(c.output, torch.bfloat16)
     a, b = logits_of(source).float(), logits_of(model).float()
     rounding = delta(a, c.logits)  # of the source itself, against fp32
-    assert delta(a, b) <= 2 * rounding
-    assert delta(a, b) < 0.1 * c.logits.std().item()
+    assert 0 < rounding < 0.2 * c.logits.std().item()
+    assert delta(a, b) <= rounding / 4
 
 
 def test_relufy_and_upcycle_commute(tmp_path: Path) -> None:

@@ -1,0 +1,165 @@
+"""Models of the Hub, against a server on localhost and the real `huggingface_hub`: what is fetched, and what fails how."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub import FakeHub
+from support import Ran, assert_two_lines, files_of, surgery, write_llama
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+NAME = "tiny/llama"
+UNNEEDED = ("original/consolidated.pth", "pytorch_model.bin", "README.md", "flax_model.msgpack")
+SIZES = {"layers": 4, "hidden": 128, "ff": 512, "vocab": 2000}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """3.5 MB of weights in two shards, and beside them what must stay where it is."""
+    folder = write_llama(tmp_path_factory.mktemp("hub") / "model", shards=2, **SIZES)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "generation_config.json").write_text('{"do_sample": true}')
+    (folder / "original").mkdir()
+    for name in UNNEEDED:
+        (folder / name).write_bytes(bytes(2_000_000))
+    return folder
+
+
+@pytest.fixture
+def hub(model: Path) -> Iterator[FakeHub]:
+    with FakeHub() as hub:
+        hub.add(NAME, model)
+        yield hub
+
+
+def on(hub: FakeHub | str, home: Path, *arguments: object, cwd: Path | None = None, **variables: str) -> Ran:
+    """The command line against this Hub, with its cache below `home`."""
+    endpoint = hub if isinstance(hub, str) else hub.endpoint
+    defaults = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    return surgery(*arguments, cwd=cwd, **{**defaults, **variables})
+
+
+def weights_served(hub: FakeHub) -> int:
+    return sum(hub.served[f"{NAME}/{shard}"] for shard in SHARDS)
+
+
+def test_inspect_reads_headers_alone(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+    """70B models are weighed on a laptop: per shard one request of 256 kB, and no file of weights in the cache."""
+    ran = on(hub, tmp_path, "inspect", NAME, "--json")
+    assert ran.code == 0, ran.err
+    local = surgery("inspect", model, "--json")
+    assert ran.json == local.json
+    assert weights_served(hub) <= 2 * 256 * 1024 < sum((model / s).stat().st_size for s in SHARDS) / 5
+    assert [hub.requests[f"GET {s}"] for s in SHARDS] == [1, 1]
+    assert not list((tmp_path / "hf").rglob("*.safetensors"))
+    assert not any(hub.served[f"{NAME}/{n}"] for n in UNNEEDED)
+
+
+def test_upcycle_fetches_what_it_needs(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+    """Each shard once; neither a second format nor the original weights. The output is that of a local source, and its
+    record names the commit, not the branch."""
+    commit = hub.repositories[NAME].refs["main"]
+    ran = on(hub, tmp_path, "upcycle", f"{NAME}@main", "--no-verify", "--json", cwd=tmp_path)
+    assert ran.code == 0, ran.err
+    out = tmp_path / "llama-mixtral-8x-top2"
+    assert ran.json["source"] == {"location": NAME, "revision": commit}
+    for shard in SHARDS:
+        size = (model / shard).stat().st_size
+        assert size <= hub.served[f"{NAME}/{shard}"] <= size + 256 * 1024  # the header, then the file
+    assert not any(hub.served[f"{NAME}/{n}"] for n in UNNEEDED)
+    assert surgery("upcycle", model, "--no-verify", "--out", tmp_path / "local").code == 0
+    ours, local = files_of(out), files_of(tmp_path / "local")
+    assert set(ours) == set(local) and {"tokenizer.json", "generation_config.json"} <= set(ours)
+    assert {n: d for n, d in ours.items() if n != "surgery.json"} == {n: d for n, d in local.items() if n != "surgery.json"}
+
+
+def test_a_dry_run_fetches_no_weights(hub: FakeHub, tmp_path: Path) -> None:
+    ran = on(hub, tmp_path, "upcycle", NAME, "--dry-run", "--json", cwd=tmp_path)
+    assert ran.code == 0, ran.err
+    assert ran.json["out"] == "llama-mixtral-8x-top2" and ran.json["bytes"] > 10_000_000
+    assert weights_served(hub) <= 2 * 256 * 1024
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_revision_is_pinned(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+    """`owner/name@branch`, `--revision tag` and a commit: each gets its own weights, though main has moved on."""
+    first = hub.repositories[NAME].refs["main"]
+    other = {n: d for n, d in hub.repositories[NAME].commits[first].items() if not n.startswith("model")}
+    config = json.loads(other["config.json"]) | {"rms_norm_eps": 0.5}
+    moved = hub.add(NAME, {**hub.repositories[NAME].commits[first], "config.json": json.dumps(config).encode()}, ref="v2/next")
+    hub.repositories[NAME].refs["main"] = moved
+    commands = ((NAME, moved, ()), (f"{NAME}@{first}", first, ()), (NAME, moved, ("--revision", "v2/next")))
+    for i, (name, commit, more) in enumerate(commands):
+        ran = on(hub, tmp_path, "relufy", name, *more, "--no-verify", "--json", "--out", tmp_path / f"out{i}")
+        assert ran.code == 0, ran.err
+        assert ran.json["source"]["revision"] == commit
+        eps = json.loads((tmp_path / f"out{i}" / "config.json").read_text())["rms_norm_eps"]
+        assert eps == (1e-5 if commit == first else 0.5)
+
+
+def test_offline_with_a_cache(hub: FakeHub, tmp_path: Path) -> None:
+    """What a run has fetched serves the next without the Hub, by the branch's name too, though the cache lacks the
+    formats that were never needed. The output goes on being the same one: it is pinned to the same commit."""
+    first = on(hub, tmp_path, "relufy", NAME, "--no-verify", "--out", tmp_path / "out")
+    assert first.code == 0, first.err
+    hub.forget()
+    again = on(hub, tmp_path, "relufy", NAME, "--no-verify", "--out", tmp_path / "out", HF_HUB_OFFLINE="1")
+    assert again.code == 0 and "was there already" in again.out, again
+    pinned = f"{NAME}@{hub.repositories[NAME].refs['main']}"
+    assert on(hub, tmp_path, "inspect", pinned, HF_HUB_OFFLINE="1").code == 0
+    assert not hub.requests
+
+
+def test_offline_with_half_a_cache(hub: FakeHub, tmp_path: Path) -> None:
+    """`inspect` has left the config and no weights: that is said, and what to do."""
+    assert on(hub, tmp_path, "inspect", NAME).code == 0
+    ran = on(hub, tmp_path, "relufy", NAME, "--no-verify", cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert_two_lines(ran, "weights")
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def closed_port() -> str:
+    with FakeHub() as hub:
+        return hub.endpoint
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "words"),
+    [
+        ("tiny/gated", {}, ("tiny/gated is gated", "HF_TOKEN")),
+        ("tiny/absent", {}, ("no model tiny/absent on the Hub, and no such folder", "HF_TOKEN")),
+        ("absent", {}, ("no model absent on the Hub, and no such folder",)),
+        (f"{NAME}@v9", {}, (f"{NAME} has no revision 'v9'", "branch, tag or commit")),
+        (NAME, {"HF_ENDPOINT": closed_port()}, (f"cannot reach the Hub for {NAME}", "network")),
+        (NAME, {"HF_HUB_OFFLINE": "1"}, (f"{NAME} is not in the cache", "HF_HUB_OFFLINE")),
+        ("bad..name/x", {}, ("bad..name/x",)),
+        ("tiny/empty", {}, ("no config.json in tiny/empty",)),
+        ("tiny/gguf", {}, ("no config.json in tiny/gguf", "GGUF is an inference format")),
+        ("tiny/lost", {}, ("lacks a file that its listing names",)),
+    ],
+)
+def test_what_can_fail(name: str, variables: dict[str, str], words: tuple[str, ...], hub: FakeHub, model: Path, tmp_path: Path) -> None:
+    """Two lines that say which of them it was, quickly, and nothing written."""
+    hub.add("tiny/gated", {"config.json": b"{}"}, gated=True)
+    hub.add("tiny/empty", {"README.md": b""})
+    hub.add("tiny/gguf", {"model.gguf": b""})
+    hub.add("tiny/lost", {"config.json": b"{}", "model.safetensors": b""})
+    hub.repositories["tiny/lost"].lost = "config.json"
+    ran = on(hub, tmp_path, "upcycle", name, "--no-verify", cwd=tmp_path, **variables)
+    assert_two_lines(ran, *words)
+    assert not [p for p in tmp_path.iterdir() if p.name != "hf"]
+
+
+def test_a_path_is_never_asked_for(hub: FakeHub, tmp_path: Path) -> None:
+    """The names of folders on this disk are nobody's business."""
+    assert_two_lines(on(hub, tmp_path, "inspect", "./absent/folder"), "no file or folder ./absent/folder")
+    assert not hub.requests
+
+
+def test_never_into_the_cache(hub: FakeHub, tmp_path: Path) -> None:
+    out = tmp_path / "hf" / "hub" / "models--tiny--llama" / "out"
+    assert_two_lines(on(hub, tmp_path, "relufy", NAME, "--no-verify", "--out", out), "inside", "--out")
+    assert not out.exists()

@@ -1,0 +1,132 @@
+"""What cannot be converted is refused before any weight is read, with the value that was seen and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import fake, save_model
+
+from surgery.checkpoint import Checkpoint, constant, open_checkpoint
+from surgery.errors import SurgeryError, UsageError
+from surgery.operations.cast import cast
+from surgery.operations.relufy import relufy
+from surgery.operations.upcycle import upcycle
+
+LLAMA = fake("llama")
+
+
+def with_tensor(checkpoint: Checkpoint, name: str, dtype: str = "F32") -> Checkpoint:
+    return checkpoint.replace(tensors={**checkpoint.tensors, name: constant(0.0, (12,), dtype)})
+
+
+def refusal(operation: Callable[[], Checkpoint]) -> SurgeryError:
+    with pytest.raises(SurgeryError) as caught:
+        operation()
+    assert caught.value.hint
+    return caught.value
+
+
+@pytest.mark.parametrize(("options", "seen"), [
+    ({"experts": 0, "top_k": 0}, "0 experts with top-k 0"),
+    ({"experts": -8}, "-8 experts"),
+    ({"top_k": 0}, "top-k 0"),
+    ({"experts": 4, "top_k": 5}, "top-k 5 of 4 experts"),
+    ({"experts": 1}, "top-k 2 of 1 experts"),
+    ({"router_std": -0.02}, "-0.02"),
+    ({"layers": [1, 7]}, "layer 7 of a model with 3 layers"),
+    ({"layers": [-1]}, "layer -1"),
+    ({"layers": []}, "no layer"),
+    ({"target": "mixtal"}, "'mixtal'"),
+])  # fmt: skip
+def test_impossible_options_are_wrong_usage(options: dict[str, Any], seen: str) -> None:
+    error = refusal(lambda: upcycle(LLAMA, **options))
+    assert seen in error.message and isinstance(error, UsageError)
+
+
+@pytest.mark.parametrize(("checkpoint", "options", "seen", "hint"), [
+    (LLAMA, {"layers": [0, 1]}, "mixtral has experts in every layer", "leave --layers out"),
+    (LLAMA, {"target": "qwen3_moe"}, "llama does not go into qwen3_moe", "--target auto"),
+    (fake("gemma2"), {}, "can hold a gemma2 exactly", "llama, mistral, qwen2"),
+    (fake("gpt2"), {}, "can hold a gpt2 exactly", "llama, mistral, qwen2"),
+    (fake("opt"), {}, "can hold a opt exactly", "llama, mistral, qwen2"),
+    (fake("llama", mlp_bias=True), {}, "mlp_bias is True", "custom code"),
+    (fake("llama", attention_bias=True), {"target": "mixtral"}, "attention_bias is True", "custom code"),
+    (fake("llama", attention_bias=True, head_dim=16), {}, "head_dim is 16", "custom code"),
+    (fake("granite", head_dim=16), {}, "head_dim is 16", "custom code"),
+    (fake("qwen2", use_sliding_window=True, sliding_window=4), {}, "use_sliding_window is True", "custom code"),
+    (fake("qwen3", use_sliding_window=True, sliding_window=4), {}, "use_sliding_window is True", "custom code"),
+    (fake("phi3", partial_rotary_factor=0.75), {}, "partial_rotary_factor is 0.75", "custom code"),
+    (fake("phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}), {},
+     "partial_rotary_factor is 0.5", "custom code"),
+    (fake("gemma", use_bidirectional_attention=True), {}, "use_bidirectional_attention is True", "custom code"),
+    (with_tensor(LLAMA, "model.layers.1.mlp.up_proj.bias"), {}, "layer 1 has biases", "no native architecture"),
+    (with_tensor(LLAMA, "model.layers.2.mlp.gate_proj.bias"), {}, "layer 2 has biases", "no native architecture"),
+    (upcycle(LLAMA), {}, "mixtral is a mixture of experts already", "dense"),
+    (upcycle(fake("granite")), {}, "granitemoe is a mixture of experts already", "dense"),
+    (upcycle(fake("qwen3"), layers=[0]), {}, "qwen3_moe is a mixture of experts already", "dense"),
+])  # fmt: skip
+def test_what_no_native_architecture_holds(checkpoint: Checkpoint, options: dict[str, Any], seen: str, hint: str) -> None:
+    error = refusal(lambda: upcycle(checkpoint, **options))
+    assert seen in error.message and hint in error.hint
+
+
+def test_a_language_model_among_towers() -> None:
+    """Its text_config has the numbers: a Mixtral config around a vision tower would not load."""
+    checkpoint = LLAMA.replace(config={"model_type": "llava", "text_config": LLAMA.config, "vision_config": {}})
+    error = refusal(lambda: upcycle(checkpoint))
+    assert "llava is multimodal" in error.message and "llama" in error.hint
+
+
+@pytest.mark.parametrize("operation", [upcycle, relufy])
+@pytest.mark.parametrize(("checkpoint", "seen"), [
+    (fake("llama", quantization_config={"quant_method": "gptq", "bits": 4}), "'gptq'"),
+    (LLAMA.replace(config={"model_type": "llava", "text_config": {**LLAMA.config, "quantization_config": {"quant_method": "awq"}}}), "'awq'"),
+    (with_tensor(LLAMA, "model.layers.1.mlp.up_proj.weight", "F8_E4M3"), "model.layers.1.mlp.up_proj.weight is F8_E4M3"),
+    (with_tensor(LLAMA, "model.layers.1.mlp.up_proj.weight_scale_inv"), "weight_scale_inv"),
+    (with_tensor(LLAMA, "model.layers.1.mlp.up_proj.qweight", "I32"), "qweight is I32"),
+])  # fmt: skip
+def test_quantised_weights(operation: Callable[[Checkpoint], Checkpoint], checkpoint: Checkpoint, seen: str) -> None:
+    error = refusal(lambda: operation(checkpoint))
+    assert "quantised" in error.message and seen in error.message and "bf16" in error.hint
+
+
+@pytest.mark.parametrize("operation", [upcycle, relufy])
+@pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
+def test_an_mlp_that_lacks_a_tensor_is_found_before_any_write(operation: Any, part: str, tmp_path: Path) -> None:
+    """The plan is never made: nothing that a writer could begin with."""
+    save_model("llama", tmp_path)
+    checkpoint, name = open_checkpoint(tmp_path), f"model.layers.2.mlp.{part}.weight"
+    incomplete = checkpoint.replace(tensors={n: t for n, t in checkpoint.tensors.items() if n != name})
+    error = refusal(lambda: operation(incomplete))
+    assert f"layer 2 has no tensor {name}" in error.message and "llama" in error.message
+
+
+@pytest.mark.parametrize("operation", [upcycle, relufy])
+def test_unknown_families(operation: Any) -> None:
+    error = refusal(lambda: operation(LLAMA.replace(config={**LLAMA.config, "model_type": "lama"})))
+    assert "'lama'" in error.message and "llama" in error.hint
+    error = refusal(lambda: operation(LLAMA.replace(tensors={"model.embed_tokens.weight": constant(0.0, (4, 4), "F32")})))
+    assert "no tensor of a llama layer among 1" in error.message
+
+
+@pytest.mark.parametrize(("checkpoint", "activation", "seen"), [
+    (fake("opt"), "relu", "activation of this opt is relu already"),
+    (fake("llama", hidden_act="relu"), "relu", "activation of this llama is relu already"),
+    (fake("nemotron"), "relu2", "activation of this nemotron is relu2 already"),
+    (LLAMA, "gelu", "'gelu'"),
+])  # fmt: skip
+def test_an_activation_that_changes_nothing(checkpoint: Checkpoint, activation: str, seen: str) -> None:
+    assert seen in refusal(lambda: relufy(checkpoint, activation=activation)).message
+
+
+def test_an_activation_that_no_field_decides() -> None:
+    error = refusal(lambda: relufy(fake("gpt_oss")))
+    assert "gpt_oss is fixed in its code" in error.message
+
+
+def test_an_unknown_dtype() -> None:
+    error = refusal(lambda: cast(LLAMA, "bfloat8"))
+    assert "'bfloat8'" in error.message and "bf16" in error.hint
