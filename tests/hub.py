@@ -1,9 +1,9 @@
 """A Hub on localhost: what `huggingface_hub` asks for when it reads, and a count of what it asked for.
 
-    with FakeHub() as hub:
-        commit = hub.add("owner/name", {"config.json": b"{}"})
-        ... HF_ENDPOINT=hub.endpoint HF_HUB_DISABLE_XET=1 HF_HOME=tmp surgery inspect owner/name
-        hub.served["owner/name/config.json"]  # bytes of its content that went over the wire
+with FakeHub() as hub:
+    commit = hub.add("owner/name", {"config.json": b"{}"})
+    ... HF_ENDPOINT=hub.endpoint HF_HUB_DISABLE_XET=1 HF_HOME=tmp surgery inspect owner/name
+    hub.served["owner/name/config.json"]  # bytes of its content that went over the wire
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Repository:
     lost: str = ""
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """An answer other than 200, with the code that tells the client which of its exceptions to raise."""
 
     def __init__(self, status: int, code: str) -> None:
@@ -87,11 +87,13 @@ class FakeHub:
     def find(self, name: str, revision: str) -> tuple[str, Files]:
         """The commit that `revision` names, and its files."""
         if name not in self.repositories:
-            raise Refused(401, "RepoNotFound")  # the Hub does not tell strangers what is private and what is absent
+            raise RefusedError(
+                401, "RepoNotFound"
+            )  # the Hub does not tell strangers what is private and what is absent
         repository = self.repositories[name]
         commit = repository.refs.get(revision, revision)
         if commit not in repository.commits:
-            raise Refused(404, "RevisionNotFound")
+            raise RefusedError(404, "RevisionNotFound")
         return commit, repository.commits[commit]
 
 
@@ -116,8 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
             for method, pattern, name in _ROUTES:
                 if re.fullmatch(method, self.command) and (match := re.fullmatch(pattern, url.path)):
                     return getattr(self, name)(**{k: unquote(v or "main") for k, v in match.groupdict().items()})
-            raise Refused(404, "")
-        except Refused as e:
+            raise RefusedError(404, "")
+        except RefusedError as e:
             self.hub.count(f"{self.command} {url.path}")
             self._answer(e.status, b"{}", {"X-Error-Code": e.code, "X-Error-Message": e.code})
 
@@ -126,7 +128,9 @@ class _Handler(BaseHTTPRequestHandler):
     def info(self, name: str, revision: str) -> None:
         commit, files = self.hub.find(name, revision)
         sized = "blobs" in self.query
-        siblings = [{"rfilename": f, **({"size": len(d), "blobId": _oid(d)} if sized else {})} for f, d in files.items()]
+        siblings = [
+            {"rfilename": f, **({"size": len(d), "blobId": _oid(d)} if sized else {})} for f, d in files.items()
+        ]
         self._json({"_id": "0", "id": name, "modelId": name, "sha": commit, "private": False, "tags": [],
                     "gated": self.hub.repositories[name].gated and "manual", "downloads": 0, "likes": 0,
                     "siblings": siblings})  # fmt: skip
@@ -144,9 +148,9 @@ class _Handler(BaseHTTPRequestHandler):
     def resolve(self, name: str, revision: str, file: str) -> None:
         commit, files = self.hub.find(name, revision)
         if self.hub.repositories[name].gated:
-            raise Refused(403, "GatedRepo")
+            raise RefusedError(403, "GatedRepo")
         if file not in files or file == self.hub.repositories[name].lost:
-            raise Refused(404, "EntryNotFound")
+            raise RefusedError(404, "EntryNotFound")
         data, status = files[file], 200
         headers = {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):

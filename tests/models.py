@@ -58,8 +58,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {},
     "phi3 with window": {"sliding_window": WINDOW},
     "phi3 with longrope": {"rope_parameters": LONG, "original_max_position_embeddings": 16},
-    "phi3 with partial rotary": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2},
+    "phi3 with partial rotary": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                     "partial_rotary_factor": 0.5}},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.3,
+                "attention_multiplier": 0.2},
     "olmo2": {},
     "smollm3": {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}, "no_rope_layers": [1, 0, 1]},
     "gpt2": FEWER,
@@ -216,7 +218,8 @@ UPCYCLED: dict[str, Case] = {
     "granite": Case(model="granite", target="granitemoe"),
     "olmo2": Case(model="olmo2", target="flex_olmo"),
     "gemma": Case(model="gemma", target="mixtral"),
-    "gemma, first config": Case(model="gemma", target="mixtral", edit=lambda c: as_written_by_4(c) | {"hidden_act": "gelu"}),
+    "gemma, first config": Case(model="gemma", target="mixtral",
+                                edit=lambda c: as_written_by_4(c) | {"hidden_act": "gelu"}),
 }  # fmt: skip
 
 RELUFIED: dict[str, Case] = {

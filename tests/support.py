@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,10 @@ def llama_tensors(*, layers: int = 2, hidden: int = 32, ff: int = 64, vocab: int
                   dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:  # fmt: skip
     """N(0, 0.05²) weights under llama's names."""
     draw = torch.Generator().manual_seed(0)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+    }
     for i in range(layers):
         start = f"model.layers.{i}."
         shapes |= {f"{start}self_attn.{p}_proj.weight": (hidden, hidden) for p in "qkvo"}
@@ -32,7 +35,9 @@ def llama_tensors(*, layers: int = 2, hidden: int = 32, ff: int = 64, vocab: int
     return tensors | {n: torch.ones(hidden, dtype=dtype) for n in (*norms, "model.norm.weight")}
 
 
-def llama_config(*, layers: int = 2, hidden: int = 32, ff: int = 64, vocab: int = 64, heads: int = 4, **fields: Any) -> dict[str, Any]:
+def llama_config(
+    *, layers: int = 2, hidden: int = 32, ff: int = 64, vocab: int = 64, heads: int = 4, **fields: Any
+) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": ff,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": vocab,
@@ -76,6 +81,9 @@ class Ran:
     @property
     def json(self) -> Any:
         return json.loads(self.out)
+
+
+Call = Callable[..., Ran]  # what the fixture `call` of tests/cli gives
 
 
 def environment(**variables: str) -> dict[str, str]:

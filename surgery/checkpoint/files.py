@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgery.errors import SurgeryError
+from surgery.errors import SurgeryError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,11 @@ def open_store(location: str, revision: str | None = None) -> Store:
         return open_folder(path.parent, only=path.name)
     repo, _, tail = location.partition("@")
     if location.startswith((".", "/", "~")) or repo.count("/") > 1 or path.suffix in (".safetensors", ".bin", ".gguf"):
-        raise SurgeryError(f"no file or folder {location}", "give a folder, a weight file or a Hub id such as Qwen/Qwen3-8B")
+        raise SurgeryError(
+            f"no file or folder {location}", "give a folder, a weight file or a Hub id such as Qwen/Qwen3-8B"
+        )
+    if tail and revision and tail != revision:
+        raise UsageError(f"{location} and --revision {revision} name two revisions", "give one of them")
     return open_hub(repo, tail or revision)
 
 
@@ -110,7 +114,8 @@ def open_hub(repo: str, revision: str | None) -> Store:
         info = HfApi().model_info(repo, revision=revision, files_metadata=True)
         commit = str(info.sha)
         files: dict[str, File] = {
-            s.rfilename: HubFile(s.rfilename, s.size or 0, f"{repo}@{commit}", repo, commit) for s in info.siblings or ()
+            s.rfilename: HubFile(s.rfilename, s.size or 0, f"{repo}@{commit}", repo, commit)
+            for s in info.siblings or ()
         }
         if "config.json" in files:  # by the branch's name, so that the cache knows the branch when the Hub is off
             hf_hub_download(repo, "config.json", revision=revision)
@@ -169,4 +174,3 @@ _HUB_ERRORS = (
     ("ConnectionError", "cannot reach the Hub for {repo}", "check the network, or use a model in a folder on this disk"),
     ("OSError", "reading {repo} from the Hub failed", "check the network and the disk; SURGERY_DEBUG=1 shows the cause"),
 )  # fmt: skip
-

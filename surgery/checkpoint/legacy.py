@@ -27,7 +27,9 @@ def read_legacy(file: File) -> dict[str, LazyTensor]:
         raise SurgeryError(f"{file.name} cannot be read as plain weights: {reason[:160]}",
                            "fetch it again if it was cut; only files of torch 1.6 or later that hold nothing but tensors "
                            "are read: else save the model as safetensors with transformers") from e  # fmt: skip
-    if not isinstance(state, dict) or not all(isinstance(n, str) and isinstance(t, torch.Tensor) for n, t in state.items()):
+    if not isinstance(state, dict) or not all(
+        isinstance(n, str) and isinstance(t, torch.Tensor) for n, t in state.items()
+    ):
         raise SurgeryError(f"{file.name} holds more than tensors", "save the model's state_dict alone")
     return {name: _lazy(name, t, file) for name, t in state.items()}
 

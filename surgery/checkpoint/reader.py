@@ -98,10 +98,10 @@ def _merge(tensors: dict[str, LazyTensor], found: Mapping[str, LazyTensor], file
 
 def _weight_files(store: Store, index: str, single: str, safe: bool) -> list[tuple[File, set[str]]] | None:
     """The weight files and the tensors that the index promises in each; None where there are none of this kind."""
+    if single in store.files:  # before the index: so does transformers
+        return [(store.files[single], set())]
     if index in store.files:
         return _indexed(store, index)
-    if single in store.files:
-        return [(store.files[single], set())]
     suffix = ".safetensors" if safe else ".bin"
     others = [n for n in store.files if n.endswith(suffix) and "/" not in n and not n.startswith(_NOT_MODELS)]
     if len(others) > 1:

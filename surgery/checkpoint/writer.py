@@ -64,7 +64,9 @@ def write(plan: Plan, out: Path, *, source: Checkpoint, hardlink: bool = False, 
         for name in plan.small:
             if name not in (INDEX, "config.json"):
                 _write_small(out / name, plan.small[name])
-        sha256 = {s.name: None if s.name in done else _write_shard(s, out, hardlink, hashed, progress) for s in plan.shards}
+        sha256 = {
+            s.name: None if s.name in done else _write_shard(s, out, hardlink, hashed, progress) for s in plan.shards
+        }
         for name in (INDEX, "config.json"):
             if name in plan.small:
                 _write_small(out / name, plan.small[name])
@@ -104,7 +106,9 @@ def check_target(plan: Plan, out: Path, source: Checkpoint) -> None:
 
 def is_finished(plan: Plan, out: Path) -> bool:
     """Whether `out` holds the finished output of this very plan."""
-    whole = all(_has(out / s.name, s.nbytes) for s in plan.shards) and all((out / name).is_file() for name in plan.small)
+    whole = all(_has(out / s.name, s.nbytes) for s in plan.shards) and all(
+        (out / name).is_file() for name in plan.small
+    )
     return whole and not (out / MARKER).exists() and _fingerprint_of(out / RECORD) == plan.fingerprint
 
 

@@ -91,7 +91,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         hint = "free some space, then run the same command again" if e.errno == errno.ENOSPC else _DEBUG
         return _report(f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}", hint, 1)
     except Exception as e:
-        return _report(f"unexpected {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", f"this is a bug; {_DEBUG}", 1)
+        return _report(
+            f"unexpected {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", f"this is a bug; {_DEBUG}", 1
+        )
 
 
 _DEBUG = "SURGERY_DEBUG=1 shows where"

@@ -55,7 +55,8 @@ def show_plan(plan: dict[str, Any], source: Checkpoint, as_json: bool) -> None:
     if as_json:
         return echo_json(plan)
     claim = "the same function, exactly" if plan["exact"] else "another function: perplexity is measured"
-    table = Table(title=f"Would write {gigabytes(plan['bytes'])} to {plan['out']}", title_justify="left", box=None, show_header=False)
+    show(f"Would write {gigabytes(plan['bytes'])} to {plan['out']}")  # no title of the table: that is cut to its width
+    table = Table(box=None, show_header=False)
     for name, value in (
         ("source", source.source.location + (f"@{source.source.revision[:12]}" if source.source.revision else "")),
         ("becomes", f"{plan['model_type']}, {plan['parameters']:,} parameters ({claim})"),
@@ -76,7 +77,13 @@ def show_result(result: Result, *, as_json: bool, quiet: bool) -> int:
         echo_json({"out": str(result.folder), **result.record})
     elif not quiet:
         size = sum(s["bytes"] for s in result.record["shards"].values())
-        how = " (was there already)" if result.already else f" (resumed: {result.resumed} shards)" if result.resumed else ""
+        how = (
+            " (was there already)"
+            if result.already
+            else f" (resumed: {result.resumed} shards)"
+            if result.resumed
+            else ""
+        )
         show(f"wrote {gigabytes(size)} to {result.folder}{how}")
         show_notes(result.notes)
         if result.verification:

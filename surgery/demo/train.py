@@ -177,7 +177,7 @@ def measure(out: Path, tok: Tokenizer, held_out: list[str]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--out", type=Path, default=HERE / "model")
-    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--text-only", action="store_true")
     a = parser.parse_args()
     train_texts, held_out = speeches()

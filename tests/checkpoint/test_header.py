@@ -149,11 +149,33 @@ def test_mutated_headers_raise_only_surgery_errors(tmp_path: Path) -> None:
         except SurgeryError:
             continue
         accepted += 1
-        assert all(t.extents[0].offset + t.nbytes <= len(data) and t.nbytes == t.extents[0].length for t in found.values())
+        assert all(
+            t.extents[0].offset + t.nbytes <= len(data) and t.nbytes == t.extents[0].length for t in found.values()
+        )
     assert 100 < accepted < 3000  # the mutations reach both sides
 
 
-ODD = (None, -1, 0, 1, 2**31, 2**63, 2**64, 1e308, float("nan"), True, "", "F32", "BF16", [], [0], [0, 8], [2, [2]], {}, {"a": 1})
+ODD = (
+    None,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    2**64,
+    1e308,
+    float("nan"),
+    True,
+    "",
+    "F32",
+    "BF16",
+    [],
+    [0],
+    [0, 8],
+    [2, [2]],
+    {},
+    {"a": 1},
+)
 
 
 def mutate(good: bytes, draw: random.Random) -> bytes:

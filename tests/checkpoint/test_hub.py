@@ -73,7 +73,9 @@ def test_upcycle_fetches_what_it_needs(hub: FakeHub, model: Path, tmp_path: Path
     assert surgery("upcycle", model, "--no-verify", "--out", tmp_path / "local").code == 0
     ours, local = files_of(out), files_of(tmp_path / "local")
     assert set(ours) == set(local) and {"tokenizer.json", "generation_config.json"} <= set(ours)
-    assert {n: d for n, d in ours.items() if n != "surgery.json"} == {n: d for n, d in local.items() if n != "surgery.json"}
+    assert {n: d for n, d in ours.items() if n != "surgery.json"} == {
+        n: d for n, d in local.items() if n != "surgery.json"
+    }
 
 
 def test_a_dry_run_fetches_no_weights(hub: FakeHub, tmp_path: Path) -> None:
@@ -89,7 +91,9 @@ def test_a_revision_is_pinned(hub: FakeHub, model: Path, tmp_path: Path) -> None
     first = hub.repositories[NAME].refs["main"]
     other = {n: d for n, d in hub.repositories[NAME].commits[first].items() if not n.startswith("model")}
     config = json.loads(other["config.json"]) | {"rms_norm_eps": 0.5}
-    moved = hub.add(NAME, {**hub.repositories[NAME].commits[first], "config.json": json.dumps(config).encode()}, ref="v2/next")
+    moved = hub.add(
+        NAME, {**hub.repositories[NAME].commits[first], "config.json": json.dumps(config).encode()}, ref="v2/next"
+    )
     hub.repositories[NAME].refs["main"] = moved
     commands = ((NAME, moved, ()), (f"{NAME}@{first}", first, ()), (NAME, moved, ("--revision", "v2/next")))
     for i, (name, commit, more) in enumerate(commands):
@@ -117,7 +121,7 @@ def test_offline_with_half_a_cache(hub: FakeHub, tmp_path: Path) -> None:
     """`inspect` has left the config and no weights: that is said, and what to do."""
     assert on(hub, tmp_path, "inspect", NAME).code == 0
     ran = on(hub, tmp_path, "relufy", NAME, "--no-verify", cwd=tmp_path, HF_HUB_OFFLINE="1")
-    assert_two_lines(ran, "weights")
+    assert_two_lines(ran, "2 of 2 shards are absent")
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
@@ -141,7 +145,9 @@ def closed_port() -> str:
         ("tiny/lost", {}, ("lacks a file that its listing names",)),
     ],
 )
-def test_what_can_fail(name: str, variables: dict[str, str], words: tuple[str, ...], hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_what_can_fail(
+    name: str, variables: dict[str, str], words: tuple[str, ...], hub: FakeHub, model: Path, tmp_path: Path
+) -> None:
     """Two lines that say which of them it was, quickly, and nothing written."""
     hub.add("tiny/gated", {"config.json": b"{}"}, gated=True)
     hub.add("tiny/empty", {"README.md": b""})
@@ -151,6 +157,12 @@ def test_what_can_fail(name: str, variables: dict[str, str], words: tuple[str, .
     ran = on(hub, tmp_path, "upcycle", name, "--no-verify", cwd=tmp_path, **variables)
     assert_two_lines(ran, *words)
     assert not [p for p in tmp_path.iterdir() if p.name != "hf"]
+
+
+def test_two_revisions_are_one_too_many(hub: FakeHub, tmp_path: Path) -> None:
+    ran = on(hub, tmp_path, "inspect", f"{NAME}@main", "--revision", "v2")
+    assert_two_lines(ran, f"{NAME}@main and --revision v2", code=2)
+    assert not hub.requests
 
 
 def test_a_path_is_never_asked_for(hub: FakeHub, tmp_path: Path) -> None:

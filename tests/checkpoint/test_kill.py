@@ -6,7 +6,6 @@ to a folder of each run, so that the commands, which surgery.json records, are t
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -49,7 +48,7 @@ def start(command: tuple[str, ...], cwd: Path) -> subprocess.Popen[str]:
 def stop(process: subprocess.Popen[str], out: Path, pattern: str, delay: float, kind: signal.Signals) -> Ran:
     """Send `kind` when a file like `pattern` has appeared in `out` and `delay` seconds are over."""
     while process.poll() is None:
-        if out.is_dir() and any(fnmatch(name, pattern) for name in os.listdir(out)):
+        if out.is_dir() and any(fnmatch(p.name, pattern) for p in out.iterdir()):
             time.sleep(delay)
             process.send_signal(kind)
             break

@@ -129,7 +129,9 @@ def test_an_output_that_is_a_file(source: Checkpoint, tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "mine"
 
 
-def test_a_small_disk_is_found_before_the_first_byte(source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_disk_is_found_before_the_first_byte(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not after hours, and without a folder left behind. What an interrupted run has written already counts."""
     out = tmp_path / "a" / "b" / "out"
     monkeypatch.setattr(shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(10**9, 10**9, 17 << 20))
@@ -169,7 +171,9 @@ def test_a_source_truncated_meanwhile_is_one_error(kind: str, source: Checkpoint
         open_checkpoint(tmp_path / "out")
 
 
-def test_a_full_disk_midway_leaves_a_resumable_output(source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_midway_leaves_a_resumable_output(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ENOSPC in the middle of a shard: the shards before it stay, and the same command finishes to the same bytes."""
     import errno
     import os
@@ -193,7 +197,9 @@ def test_a_full_disk_midway_leaves_a_resumable_output(source: Checkpoint, tmp_pa
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
-def test_without_copy_file_range_the_bytes_are_the_same(source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_copy_file_range_the_bytes_are_the_same(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other systems lack it and some file systems refuse it, perhaps after the first part."""
     import errno
     import os

@@ -71,7 +71,9 @@ def truncated(folder: Path) -> None:
 
 
 def pointer(folder: Path) -> None:
-    (folder / "model-00001-of-00003.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    (folder / "model-00001-of-00003.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    )
 
 
 BROKEN = {
@@ -112,6 +114,13 @@ def test_tensors_that_the_index_forgets_are_kept(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "m", shards=3)
     edit_index(folder, **{"model.norm.weight": None})
     assert_same(folder, TENSORS)
+
+
+def test_of_two_models_the_one_that_transformers_loads(tmp_path: Path) -> None:
+    """Shards and their index left beside a merged model.safetensors: the verification must see what users do."""
+    folder = write_llama(tmp_path / "m", shards=3)
+    save_file({"merged": torch.ones(1)}, folder / "model.safetensors")
+    assert set(open_checkpoint(folder).tensors) == {"merged"}
 
 
 def test_a_single_file(tmp_path: Path) -> None:
@@ -188,7 +197,10 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
 
 LEGACY = {
     "raw pickle": (lambda p: p.write_bytes(pickle.dumps({"a": 1})), "cannot be read"),
-    "old format": (lambda p: torch.save({"a": torch.ones(1)}, p, _use_new_zipfile_serialization=False), "cannot be read"),
+    "old format": (
+        lambda p: torch.save({"a": torch.ones(1)}, p, _use_new_zipfile_serialization=False),
+        "cannot be read",
+    ),
     "text": (lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\n"), "cannot be read"),
     "empty": (lambda p: p.write_bytes(b""), "cannot be read"),
     "a training checkpoint": (lambda p: torch.save({"model": {"a": torch.ones(1)}, "step": 3}, p), "more than tensors"),

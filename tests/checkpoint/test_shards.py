@@ -174,7 +174,9 @@ def test_the_config_is_the_last_to_come(source: Checkpoint, tmp_path: Path, monk
     assert len(set(seen)) > 10 and (out / "config.json").exists()
 
 
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("500mb", 5 * 10**8), ("1.5GiB", 3 * 2**29), ("123", 123), (" 2 KB ", 2000)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("500mb", 5 * 10**8), ("1.5GiB", 3 * 2**29), ("123", 123), (" 2 KB ", 2000)]
+)
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 

@@ -9,8 +9,16 @@ import torch
 from safetensors.torch import save_file
 
 from surgery.checkpoint import (
-    Checkpoint, LazyTensor, Source, concatenate, constant, make_plan, normal, open_checkpoint, write,
-)  # fmt: skip
+    Checkpoint,
+    LazyTensor,
+    Source,
+    concatenate,
+    constant,
+    make_plan,
+    normal,
+    open_checkpoint,
+    write,
+)
 from surgery.checkpoint.files import LocalFile
 from surgery.checkpoint.header import read_header
 from surgery.errors import SurgeryError
@@ -111,7 +119,9 @@ def test_random_values_depend_on_seed_and_name_alone() -> None:
     assert torch.equal(normal("model.layers.0.router", 0, 0.02, (4, 3), "F32").read(), first)
     assert not torch.equal(normal("model.layers.1.router", 0, 0.02, (4, 3), "F32").read(), first)
     assert not torch.equal(normal("model.layers.0.router", 1, 0.02, (4, 3), "F32").read(), first)
-    assert first[0].tolist() == pytest.approx([0.01594357006251812, -0.013828151859343052, -0.006099271588027477], rel=1e-6)
+    assert first[0].tolist() == pytest.approx(
+        [0.01594357006251812, -0.013828151859343052, -0.006099271588027477], rel=1e-6
+    )
     many = normal("x", 0, 0.02, (200_000,), "F32").read().double()
     assert abs(many.mean()) < 2e-4 and abs(many.std() - 0.02) < 2e-4
 

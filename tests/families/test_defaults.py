@@ -58,8 +58,8 @@ def in_4(run_transformers_4: Any) -> dict[str, Any]:
 
 
 def check_defaults(model_type: str, found: dict[str, Any]) -> None:
-    assumed = DENSE[model_type].effective(SIZES)
-    assert {k: found.get(k, "absent") for k in DENSE[model_type].defaults} == {k: assumed[k] for k in DENSE[model_type].defaults}
+    keys, assumed = DENSE[model_type].defaults, DENSE[model_type].effective(SIZES)
+    assert {k: found.get(k, "absent") for k in keys} == {k: assumed[k] for k in keys}
 
 
 @pytest.mark.parametrize("model_type", WITH_DEFAULTS)

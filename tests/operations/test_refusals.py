@@ -16,6 +16,7 @@ from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
 
 LLAMA = fake("llama")
+AWQ = {"quantization_config": {"quant_method": "awq"}}
 
 
 def with_tensor(checkpoint: Checkpoint, name: str, dtype: str = "F32") -> Checkpoint:
@@ -83,7 +84,7 @@ def test_a_language_model_among_towers() -> None:
 @pytest.mark.parametrize("operation", [upcycle, relufy])
 @pytest.mark.parametrize(("checkpoint", "seen"), [
     (fake("llama", quantization_config={"quant_method": "gptq", "bits": 4}), "'gptq'"),
-    (LLAMA.replace(config={"model_type": "llava", "text_config": {**LLAMA.config, "quantization_config": {"quant_method": "awq"}}}), "'awq'"),
+    (LLAMA.replace(config={"model_type": "llava", "text_config": {**LLAMA.config, **AWQ}}), "'awq'"),
     (with_tensor(LLAMA, "model.layers.1.mlp.up_proj.weight", "F8_E4M3"), "model.layers.1.mlp.up_proj.weight is F8_E4M3"),
     (with_tensor(LLAMA, "model.layers.1.mlp.up_proj.weight_scale_inv"), "weight_scale_inv"),
     (with_tensor(LLAMA, "model.layers.1.mlp.up_proj.qweight", "I32"), "qweight is I32"),

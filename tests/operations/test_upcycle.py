@@ -269,5 +269,6 @@ def test_relufy_and_upcycle_commute(tmp_path: Path) -> None:
 def test_the_step_says_what_was_done() -> None:
     step = upcycle(fake("qwen3"), experts=4, top_k=1, layers=[2, 0], seed=7).steps[-1]
     assert (step.exact, step.layers) == (True, (0, 2))
-    assert step.parameters == {"experts": 4, "top_k": 1, "layers": [0, 2], "target": "qwen3_moe", "router_std": 0.02, "seed": 7}
+    assert step.parameters == {"experts": 4, "top_k": 1, "layers": [0, 2], "target": "qwen3_moe", "router_std": 0.02,
+                               "seed": 7}  # fmt: skip
     assert "never gets a gradient" in step.notes[0]
