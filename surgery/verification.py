@@ -95,8 +95,7 @@ def verify(source: Checkpoint, output: Checkpoint, *, exact: bool, layers: Seque
     sample = sample_ids(source, tokens=tokens, sequence_length=sequence_length(source, output, exact))
     walks = [Walk(c, sample.input_ids, dtype=dtype, device=device) for c in (source, output)]
     pair = _Pair(walks[0], walks[1], sample, progress, last=max(range(len(walks[1])) if layers is None else layers))
-    rows = (*pair.rows(exact), *([pair.control()] if exact else []))
-    return Verification(rows=(*result.rows, *rows), exact=exact, dtype=result.dtype, sample=sample)
+    return Verification(rows=(*result.rows, *pair.rows(exact)), exact=exact, dtype=result.dtype, sample=sample)
 
 
 def name_rows(source: NameReport, output: NameReport) -> list[Row]:
@@ -188,13 +187,17 @@ class _Pair:
                 progress(f"{name} layers", layer.index + 1, len(walk))
 
     def rows(self, exact: bool) -> Iterator[Row]:
-        """Finite logits, parity where `exact`, perplexity of both where the ids are text."""
+        """Finite logits, parity and its control where `exact`, perplexity of both where the ids are text."""
         compared = self._compare(self.source, self.output)
         self.limit = compared.limit
-        for name, count in zip(("source", "output"), compared.not_finite, strict=True):
-            yield Row(check=f"{name} logits not finite", value=count, relation="<=", limit=0, passed=not count)
+        source, output = compared.not_finite
+        if source:
+            yield Row(check="warning: the source's logits are NaN or Inf, so nothing more can be compared", value=source)
+            return
+        yield Row(check="output logits not finite", value=output, relation="<=", limit=0, passed=not output)
         if exact:
             yield from self._parity(compared.delta.item())
+            yield self.control()
         if self.sample.text or not exact:
             detail = (f"{compared.scored} tokens in windows of {self.sample.input_ids.shape[1]}", self.sample.source)
             for i, name in enumerate(("source", "output")):

