@@ -40,7 +40,11 @@ def run(command: list[str], *, sync: bool = False) -> dict[str, float]:
         raise SystemExit(f"{command} exited {process.returncode}")
     if sync:
         os.sync()
-    return {"wall s": time.perf_counter() - start, "cpu s": usage.ru_utime + usage.ru_stime, "peak MB": usage.ru_maxrss / 1024 * 1.048576}
+    return {
+        "wall s": time.perf_counter() - start,
+        "cpu s": usage.ru_utime + usage.ru_stime,
+        "peak MB": usage.ru_maxrss / 1024 * 1.048576,
+    }
 
 
 def settle() -> bool:
@@ -60,7 +64,11 @@ def compare(source: Path, work: Path, arguments: list[str], rounds: int) -> dict
         for name in results:
             target = out if name == "surgery" else copy
             shutil.rmtree(target, ignore_errors=True)
-            command = [*SURGERY, *arguments, str(source), "--out", str(out)] if name == "surgery" else ["cp", "-r", str(out), str(copy)]
+            command = (
+                [*SURGERY, *arguments, str(source), "--out", str(out)]
+                if name == "surgery"
+                else ["cp", "-r", str(out), str(copy)]
+            )
             results[name].append(run(command, sync=name.endswith("sync")))
         shutil.rmtree(copy, ignore_errors=True)
     shutil.rmtree(out, ignore_errors=True)
@@ -85,7 +93,9 @@ def main() -> None:
         ours, cp = found["surgery"], found["cp -r"]
         for who, m in found.items():
             print(f"{name:18} {who:12} " + "  ".join(f"{key} {value:8.2f}" for key, value in m.items()))
-        print(f"{name:18} surgery / cp: wall {ours['wall s'] / cp['wall s']:.2f}, CPU {ours['cpu s'] / cp['cpu s']:.2f}")
+        print(
+            f"{name:18} surgery / cp: wall {ours['wall s'] / cp['wall s']:.2f}, CPU {ours['cpu s'] / cp['cpu s']:.2f}"
+        )
         print(json.dumps({name: found}), flush=True)
 
 

@@ -1,7 +1,7 @@
 """Write a random bf16 Llama of any size, for benchmarks that look at bytes and not at quality.
 
-  python benchmarks/synthetic.py OUT                       # 1.04 B parameters: hidden 2048, ff 5504, 18 layers, 5 shards
-  python benchmarks/synthetic.py OUT --hidden 4096 --ff 11008 --layers 32 --heads 32 --shard 5GB     # Llama-2-7B's shape
+python benchmarks/synthetic.py OUT                       # 1.04 B parameters: hidden 2048, ff 5504, 18 layers, 5 shards
+python benchmarks/synthetic.py OUT --hidden 4096 --ff 11008 --layers 32 --heads 32 --shard 5GB     # Llama-2-7B's shape
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from surgery.checkpoint import Checkpoint, LazyTensor, Source, finish, make_plan
 
 def llama(hidden: int, ff: int, layers: int, heads: int, vocab: int) -> Checkpoint:
     """A Llama with N(0, 0.02²) weights. Shapes: Linear's [out, in]."""
-    shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+    shapes = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocab, hidden),
+    }
     for i in range(layers):
         start = f"model.layers.{i}."
         shapes |= {f"{start}self_attn.{p}_proj.weight": (hidden, hidden) for p in "qkvo"}

@@ -37,7 +37,9 @@ def load(path: Path) -> list[dict[str, Any]]:
     try:
         recipe = yaml.safe_load(path.read_text())
     except OSError as e:
-        raise SurgeryError(f"no recipe {path}", f"shipped: {', '.join(p.stem for p in sorted(folder().glob('*.yaml')))}") from e
+        raise SurgeryError(
+            f"no recipe {path}", f"shipped: {', '.join(p.stem for p in sorted(folder().glob('*.yaml')))}"
+        ) from e
     except yaml.YAMLError as e:
         raise SurgeryError(f"{path} is not YAML: {' '.join(str(e).split())}", "mend it") from e
     if not isinstance(recipe, Mapping) or not isinstance(recipe.get("operations"), Sequence):
@@ -55,7 +57,9 @@ def _check(entry: Mapping[str, Any], known: list[str], where: str) -> None:
     for key in entry:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
-            raise SurgeryError(f"unknown key {key!r} of {where}", f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}")
+            raise SurgeryError(
+                f"unknown key {key!r} of {where}", f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            )
 
 
 def apply(operations: Sequence[Mapping[str, Any]], checkpoint: Checkpoint) -> Checkpoint:

@@ -192,7 +192,9 @@ class _Pair:
         self.limit = compared.limit
         source, output = compared.not_finite
         if source:
-            yield Row(check="warning: the source's logits are NaN or Inf, so nothing more can be compared", value=source)
+            yield Row(
+                check="warning: the source's logits are NaN or Inf, so nothing more can be compared", value=source
+            )
             return
         yield Row(check="output logits not finite", value=output, relation="<=", limit=0, passed=not output)
         if exact:

@@ -31,7 +31,9 @@ def run_transformers_4() -> Callable[[dict[str, Any]], Any]:
     environment = {**os.environ, "PYTHONPATH": str(Path(folder).expanduser()), "HF_HUB_OFFLINE": "1"}
 
     def run(job: dict[str, Any]) -> Any:
-        done = subprocess.run([sys.executable, JOB], input=json.dumps(job), env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, JOB], input=json.dumps(job), env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr[-4000:]
         result = json.loads(done.stdout)
         assert result["version"].startswith("4.57."), result["version"]

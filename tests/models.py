@@ -107,7 +107,9 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[st
     """Stock loading, and what it found missing, unexpected or mismatched."""
     capped = getattr(transformers.AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None)
     options = {"attn_implementation": "eager"} if capped else {}  # sdpa leaves the cap out
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, output_loading_info=True, **options
+    )
     return model.eval(), info
 
 
@@ -137,9 +139,19 @@ def fake(model_type: str, *, layers: int = LAYERS, hidden: int = 8, width: int =
         for path in {f.gate, f.up, f.down} - {None}:
             rows = 2 * width if f.fused_gate_up and path == f.up else width
             shape = (hidden, width) if path == f.down else (rows, hidden)
-            tensors[f"model.{f.layers}.{i}.{path}.weight"] = constant(0.0, shape[::-1] if f.transposed else shape, "F32")
-    sizes = {f.hidden_key: hidden, f.width_key: width, f.layers_key: layers, "num_attention_heads": 2, "vocab_size": VOCAB}
-    return Checkpoint(config={"model_type": model_type, **sizes, **config}, tensors=tensors, source=Source(location="fake"))
+            tensors[f"model.{f.layers}.{i}.{path}.weight"] = constant(
+                0.0, shape[::-1] if f.transposed else shape, "F32"
+            )
+    sizes = {
+        f.hidden_key: hidden,
+        f.width_key: width,
+        f.layers_key: layers,
+        "num_attention_heads": 2,
+        "vocab_size": VOCAB,
+    }
+    return Checkpoint(
+        config={"model_type": model_type, **sizes, **config}, tensors=tensors, source=Source(location="fake")
+    )
 
 
 # --- conversions ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,9 @@ RECIPES = {"upcycled": "demo-upcycle", "relufied": "demo-relufy"}
 
 
 @click.command("demo")
-@click.option("--out", type=click.Path(path_type=Path), default="surgery-demo", show_default=True, help="Output folder.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default="surgery-demo", show_default=True, help="Output folder."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bars and no table.")
 def demo_command(out: Path, as_json: bool, quiet: bool) -> int:
@@ -28,6 +30,7 @@ def demo_command(out: Path, as_json: bool, quiet: bool) -> int:
     """
     from surgery.cli import screen
     from surgery.demo import MODEL
+
     bars = screen.Bars(quiet=quiet or as_json)
     results = {name: _convert(recipe, out / name, bars) for name, recipe in RECIPES.items()}
     rows = _rows(results)
@@ -85,7 +88,9 @@ def _show(rows: list[dict[str, Any]], out: Path) -> None:
 
     table = Table(title="The embedded model, upcycled and relufied", title_justify="left")
     for column in ("", "architecture", "parameters", "active", "activation", "perplexity", "max |Δlogit|", "verified"):
-        table.add_column(column, justify="right" if column in ("parameters", "active", "perplexity", "max |Δlogit|") else "left")
+        table.add_column(
+            column, justify="right" if column in ("parameters", "active", "perplexity", "max |Δlogit|") else "left"
+        )
     for r in rows:
         delta = "" if r["max_logit_difference"] is None else screen.number(r["max_logit_difference"])
         table.add_row(r["model"], r["architecture"], f"{r['parameters']:,}", f"{r['active_parameters']:,}", r["activation"],

@@ -4,23 +4,63 @@ from surgery.families.family import Family, same_as
 
 # What the model classes assume where config.json is silent. A conversion to another class writes them out: the other
 # class assumes something else (Mixtral: 8 key-value heads, rope_theta 1e6).
-_DEFAULTS = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
-             "initializer_range": 0.02, "attention_dropout": 0.0}
-_LLAMA = _DEFAULTS | {"num_key_value_heads": same_as("num_attention_heads"), "max_position_embeddings": 2048,
-                      "bos_token_id": 1, "eos_token_id": 2}
+_DEFAULTS = {
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+}
+_LLAMA = _DEFAULTS | {
+    "num_key_value_heads": same_as("num_attention_heads"),
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _QWEN = _DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False}
-_MISTRAL = _DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
-                        "bos_token_id": 1, "eos_token_id": 2}
-_GEMMA = _DEFAULTS | {"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192,
-                      "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh", "pad_token_id": 0,
-                      "eos_token_id": 1, "bos_token_id": 2}
-_PHI3 = _DEFAULTS | {"num_key_value_heads": same_as("num_attention_heads"), "max_position_embeddings": 4096,
-                     "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000,
-                     "original_max_position_embeddings": 4096, "sliding_window": None}
-_GRANITE = _LLAMA | {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
-                     "attention_multiplier": 1.0, "attention_bias": False}
-_OLMO2 = _DEFAULTS | {"num_key_value_heads": same_as("num_attention_heads"), "max_position_embeddings": 2048,
-                      "rms_norm_eps": 1e-5, "pad_token_id": 1, "eos_token_id": 50279, "attention_bias": False}
+_MISTRAL = _DEFAULTS | {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GEMMA = _DEFAULTS | {
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "hidden_act": "gelu_pytorch_tanh",
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+_PHI3 = _DEFAULTS | {
+    "num_key_value_heads": same_as("num_attention_heads"),
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 32000,
+    "pad_token_id": 32000,
+    "original_max_position_embeddings": 4096,
+    "sliding_window": None,
+}
+_GRANITE = _LLAMA | {
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "attention_bias": False,
+}
+_OLMO2 = _DEFAULTS | {
+    "num_key_value_heads": same_as("num_attention_heads"),
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": 1,
+    "eos_token_id": 50279,
+    "attention_bias": False,
+}
 
 
 def _plain(model_type: str, up: str, down: str, **facts: object) -> Family:

@@ -39,7 +39,9 @@ class Family:
     layers_key: str = "num_hidden_layers"
     activation_key: str = "hidden_act"  # "": the activation is fixed in the model class
     activation: str = "silu"  # the default of the model class
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # what else it assumes; a value may be a function of the config
+    defaults: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what else it assumes; a value may be a function of the config
     # Mixture of experts
     experts: str | None = None  # the module with the routed experts; None: a dense family
     router: str | None = None

@@ -19,7 +19,9 @@ def cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     if name is None:
         raise UsageError(f"unknown dtype {dtype!r}", f"one of: {', '.join([*NAMES, *SHORT])}")
     floats = float_tensors(checkpoint)
-    exact = all(_MANTISSA[t.dtype] <= _MANTISSA[name] and _EXPONENT[t.dtype] <= _EXPONENT[name] for t in floats.values())
+    exact = all(
+        _MANTISSA[t.dtype] <= _MANTISSA[name] and _EXPONENT[t.dtype] <= _EXPONENT[name] for t in floats.values()
+    )
     tensors = {**checkpoint.tensors, **{n: t.cast(name) for n, t in floats.items()}}
     field = DTYPES[name][1]
     config = config_with(checkpoint, {"dtype": field, "torch_dtype": field})

@@ -30,7 +30,9 @@ def relufy(checkpoint: Checkpoint, *, activation: str = "relu") -> Checkpoint:
                            "`surgery families` lists where relufy works")  # fmt: skip
     before = str(checkpoint.text_config.get(family.activation_key) or family.activation)
     if before == activation:
-        raise SurgeryError(f"the activation of this {family.model_type} is {activation} already", "there is nothing to do")
+        raise SurgeryError(
+            f"the activation of this {family.model_type} is {activation} already", "there is nothing to do"
+        )
     if not family.is_moe:
         for index in range(blocks.count):
             blocks.mlp(index)  # raises where a tensor is missing

@@ -57,7 +57,9 @@ def upcycle(checkpoint: Checkpoint, *, experts: int = 8, top_k: int = 2, layers:
 
 def _check_counts(experts: int, top_k: int, router_std: float) -> None:
     if experts < 1 or top_k < 1:
-        raise UsageError(f"{experts} experts with top-k {top_k}: both must be at least 1", "for example --experts 8 --top-k 2")
+        raise UsageError(
+            f"{experts} experts with top-k {top_k}: both must be at least 1", "for example --experts 8 --top-k 2"
+        )
     if top_k > experts:
         raise UsageError(f"top-k {top_k} of {experts} experts", "top-k can be at most the number of experts")
     if router_std < 0:
@@ -98,7 +100,9 @@ def _choose_layers(blocks: Blocks, layers: Collection[int] | None, target: Targe
     if layers is None:
         return everything
     if unknown := sorted(set(layers) - set(everything)):
-        raise UsageError(f"layer {unknown[0]} of a model with {blocks.count} layers", f"layers are 0 to {blocks.count - 1}")
+        raise UsageError(
+            f"layer {unknown[0]} of a model with {blocks.count} layers", f"layers are 0 to {blocks.count - 1}"
+        )
     if not layers:
         raise UsageError("no layer to convert", "leave --layers out for all of them")
     if set(layers) != set(everything) and not target.dense_layers_key:

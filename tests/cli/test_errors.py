@@ -172,7 +172,10 @@ def test_what_cannot_be_verified(call: Call, model: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("spare", ["model.layers.3.mtp.weight", "model.norm.weight"])  # carried over; used
 def test_nan_in_the_source_is_a_warning_that_names_it(call: Call, tmp_path: Path, spare: str) -> None:
     """It was so before: the conversion is still what was asked, and the user should know where the NaN comes from."""
-    tensors = {**llama_tensors(layers=3), spare: torch.full(llama_tensors()["model.norm.weight"].shape, float("nan"), dtype=torch.bfloat16)}
+    tensors = {
+        **llama_tensors(layers=3),
+        spare: torch.full(llama_tensors()["model.norm.weight"].shape, float("nan"), dtype=torch.bfloat16),
+    }
     model = write_llama(tmp_path / "model", layers=3, tensors=tensors)
     ran = call("upcycle", model, "--experts", "2", "--json")
     assert ran.code == 0, ran.err

@@ -58,7 +58,11 @@ def test_integers_stay() -> None:
 def test_the_language_models_dtype_goes_with_it() -> None:
     """A multimodal config has one dtype for the whole and one for the language model."""
     llama = fake("llama")
-    config: dict[str, Any] = {"model_type": "llava", "dtype": "float32", "text_config": {**llama.config, "dtype": "float32"}}
+    config: dict[str, Any] = {
+        "model_type": "llava",
+        "dtype": "float32",
+        "text_config": {**llama.config, "dtype": "float32"},
+    }
     after = json.loads(make_plan(cast(llama.replace(config=config), "bf16")).small["config.json"])
     for part in (after, after["text_config"]):
         assert part["dtype"] == part["torch_dtype"] == "bfloat16"

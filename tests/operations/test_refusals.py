@@ -69,7 +69,9 @@ def test_impossible_options_are_wrong_usage(options: dict[str, Any], seen: str) 
     (upcycle(fake("granite")), {}, "granitemoe is a mixture of experts already", "dense"),
     (upcycle(fake("qwen3"), layers=[0]), {}, "qwen3_moe is a mixture of experts already", "dense"),
 ])  # fmt: skip
-def test_what_no_native_architecture_holds(checkpoint: Checkpoint, options: dict[str, Any], seen: str, hint: str) -> None:
+def test_what_no_native_architecture_holds(
+    checkpoint: Checkpoint, options: dict[str, Any], seen: str, hint: str
+) -> None:
     error = refusal(lambda: upcycle(checkpoint, **options))
     assert seen in error.message and hint in error.hint
 
@@ -109,7 +111,9 @@ def test_an_mlp_that_lacks_a_tensor_is_found_before_any_write(operation: Any, pa
 def test_unknown_families(operation: Any) -> None:
     error = refusal(lambda: operation(LLAMA.replace(config={**LLAMA.config, "model_type": "lama"})))
     assert "'lama'" in error.message and "llama" in error.hint
-    error = refusal(lambda: operation(LLAMA.replace(tensors={"model.embed_tokens.weight": constant(0.0, (4, 4), "F32")})))
+    error = refusal(
+        lambda: operation(LLAMA.replace(tensors={"model.embed_tokens.weight": constant(0.0, (4, 4), "F32")}))
+    )
     assert "no tensor of a llama layer among 1" in error.message
 
 

@@ -83,5 +83,10 @@ def test_the_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
 
 def test_the_step_says_what_was_done(workshop: Workshop) -> None:
     step = workshop.convert("gpt2, relu").checkpoint.steps[-1]
-    assert (step.operation, step.parameters, step.exact, step.layers) == ("relufy", {"activation": "relu"}, False, (0, 1, 2))
+    assert (step.operation, step.parameters, step.exact, step.layers) == (
+        "relufy",
+        {"activation": "relu"},
+        False,
+        (0, 1, 2),
+    )
     assert step.notes[0].startswith("gelu_new became relu")

@@ -110,7 +110,10 @@ def test_qwen3_moe_is_told_what_it_would_assume_otherwise(workshop: Workshop) ->
                 "moe_intermediate_size": 48, "intermediate_size": 48, "head_dim": 16}  # fmt: skip
     for name, dense in (("qwen3", []), ("qwen3, two layers", [1])):
         after = read_config(workshop.convert(name).output)
-        assert {k: after.get(k, "absent") for k in (*expected, "mlp_only_layers")} == {**expected, "mlp_only_layers": dense}
+        assert {k: after.get(k, "absent") for k in (*expected, "mlp_only_layers")} == {
+            **expected,
+            "mlp_only_layers": dense,
+        }
 
 
 def test_windows_and_ties_are_kept(workshop: Workshop) -> None:
@@ -141,7 +144,9 @@ def test_null_key_value_heads_are_as_many_as_heads() -> None:
 
 def test_unknown_fields_are_kept_but_code_is_not_named() -> None:
     """A Mixtral that named the code of the source would run that instead."""
-    checkpoint = fake("phi3", auto_map={"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}, license={"by": ["me"]})
+    checkpoint = fake(
+        "phi3", auto_map={"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}, license={"by": ["me"]}
+    )
     result = upcycle(checkpoint.replace(custom_code=True), experts=2)
     config = written_config(result)
     assert config["license"] == {"by": ["me"]} and "auto_map" not in config and not result.custom_code
