@@ -104,6 +104,8 @@ def convert(source: Checkpoint, output: Checkpoint, out: Path, *, max_shard_size
     plan = make_plan(output, max_shard_size)
     check_target(plan, out, source)
     already = is_finished(plan, out)
+    if verify and not already:
+        require_names(source, output)
     resumed = 0
     if not already:
         with observer.stage("writing", plan.nbytes, "B") as progress:
@@ -123,6 +125,17 @@ def require_trust(checkpoint: Checkpoint, trust_remote_code: bool) -> None:
     if checkpoint.custom_code and not trust_remote_code:
         raise SurgeryError(f"{checkpoint.source.location} brings code of its own (auto_map in config.json)",
                            "read that code, then give --trust-remote-code to let it run")  # fmt: skip
+
+
+def require_names(source: Checkpoint, output: Checkpoint) -> None:
+    """Names and shapes against the model class, before the first byte: SurgeryError where the output could not load."""
+    from surgery.calibration.stock import check_names
+    from surgery.verification import name_rows
+
+    for row in name_rows(check_names(source), check_names(output)):
+        if not row.passed:
+            raise SurgeryError(f"{row.check}: {row.detail[0]} ({row.value} such)",
+                               "the checkpoint does not fit its config.json: fetch it again, or mend the config")  # fmt: skip
 
 
 def make_record(output: Checkpoint, plan: Plan, sha256: dict[str, str | None], command: str) -> dict[str, Any]:

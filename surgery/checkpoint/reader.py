@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from surgery.checkpoint.checkpoint import Checkpoint, Source
-from surgery.checkpoint.files import File, LocalFile, Store, open_store
+from surgery.checkpoint.files import File, Store, open_store
 from surgery.checkpoint.header import read_header
 from surgery.checkpoint.legacy import read_legacy
 from surgery.checkpoint.tensors import LazyTensor
@@ -140,8 +140,3 @@ def _other_formats(store: Store) -> str:
         if any(n.endswith(suffix) for n in store.files):
             return hint
     return "give a folder with model.safetensors, or shards and their index"
-
-
-def is_local(file: object) -> bool:
-    """Whether the file is on this disk already."""
-    return isinstance(file, LocalFile)

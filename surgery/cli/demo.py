@@ -29,7 +29,6 @@ def demo_command(out: Path, as_json: bool, quiet: bool) -> int:
       surgery demo --out /tmp/demo --json
     """
     from surgery.cli import screen
-    from surgery.demo import MODEL
 
     bars = screen.Bars(quiet=quiet or as_json)
     results = {name: _convert(recipe, out / name, bars) for name, recipe in RECIPES.items()}

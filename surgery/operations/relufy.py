@@ -9,7 +9,7 @@ from __future__ import annotations
 from surgery.checkpoint import Checkpoint, Step
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import locate
-from surgery.operations.sound import config_with, require_plain
+from surgery.operations.sound import config_with, require_plain, require_whole
 
 ACTIVATIONS = ("relu", "relu2")  # relu2: ReLU(x)², Primer (So et al. 2021, arXiv 2109.08668)
 
@@ -24,6 +24,7 @@ def relufy(checkpoint: Checkpoint, *, activation: str = "relu") -> Checkpoint:
         raise UsageError(f"unknown activation {activation!r}", f"one of: {', '.join(ACTIVATIONS)}")
     require_plain(checkpoint)
     blocks = locate(checkpoint)
+    require_whole(blocks)
     family = blocks.family
     if not family.activation_key:
         raise SurgeryError(f"the activation of {family.model_type} is fixed in its code, no config field changes it",
@@ -33,9 +34,6 @@ def relufy(checkpoint: Checkpoint, *, activation: str = "relu") -> Checkpoint:
         raise SurgeryError(
             f"the activation of this {family.model_type} is {activation} already", "there is nothing to do"
         )
-    if not family.is_moe:
-        for index in range(blocks.count):
-            blocks.mlp(index)  # raises where a tensor is missing
     step = Step(
         operation="relufy",
         parameters={"activation": activation},

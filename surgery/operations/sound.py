@@ -8,6 +8,7 @@ from typing import Any
 from surgery.checkpoint import Checkpoint, LazyTensor
 from surgery.checkpoint.tensors import FLOATS
 from surgery.errors import SurgeryError
+from surgery.families import Blocks
 
 HEADS = ("lm_head.weight", "embed_out.weight")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -25,6 +26,25 @@ def require_plain(checkpoint: Checkpoint) -> None:
         if t.dtype.startswith("F8") or name.endswith((".qweight", ".weight_packed", ".weight_scale_inv")):
             raise SurgeryError(f"the checkpoint is quantised ({name} is {t.dtype})",
                                "give the original bf16 or fp16 checkpoint, operate, and quantise the result")  # fmt: skip
+
+
+def require_whole(blocks: Blocks) -> None:
+    """Raises SurgeryError where a layer of a dense model lacks a tensor that its other layers have or its MLP needs, or
+    where the embedding is absent: known from the headers, before anything is written."""
+    names = blocks.checkpoint.tensors
+    if not any(n.endswith(EMBEDDINGS) for n in names):
+        raise SurgeryError(f"the checkpoint has no embedding ({', '.join(EMBEDDINGS)})", _INCOMPLETE)
+    if blocks.family.is_moe:
+        return  # its layers differ by design
+    layers = [blocks.layer(i) for i in range(blocks.count)]
+    parts = {n.removeprefix(start) for i, start in enumerate(layers) for n in blocks.names(i)}
+    for i, start in enumerate(layers):
+        if absent := sorted(part for part in parts if start + part not in names):
+            raise SurgeryError(f"layer {i} has no tensor {start}{absent[0]}, which other layers have", _INCOMPLETE)
+        blocks.mlp(i)  # raises where no layer has what an MLP needs
+
+
+_INCOMPLETE = "the checkpoint is incomplete: download it again"
 
 
 def drop_tied_head(checkpoint: Checkpoint, tied: bool) -> tuple[Checkpoint, list[str]]:

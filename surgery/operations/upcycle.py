@@ -13,7 +13,7 @@ from surgery.checkpoint.compat import complete
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, locate
 from surgery.families.targets import ROUTES, TARGETS, Route, Target, evaluate, unmet
-from surgery.operations.sound import drop_tied_head, require_plain
+from surgery.operations.sound import drop_tied_head, require_plain, require_whole
 
 
 def upcycle(checkpoint: Checkpoint, *, experts: int = 8, top_k: int = 2, layers: Collection[int] | None = None,
@@ -32,6 +32,7 @@ def upcycle(checkpoint: Checkpoint, *, experts: int = 8, top_k: int = 2, layers:
     _check_counts(experts, top_k, router_std)
     require_plain(checkpoint)
     blocks = locate(checkpoint)
+    require_whole(blocks)
     _require_text_only(checkpoint, blocks)
     config = blocks.family.effective(complete(checkpoint.config))
     route = choose_route(blocks, config, target)

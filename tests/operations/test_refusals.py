@@ -23,6 +23,12 @@ def with_tensor(checkpoint: Checkpoint, name: str, dtype: str = "F32") -> Checkp
     return checkpoint.replace(tensors={**checkpoint.tensors, name: constant(0.0, (12,), dtype)})
 
 
+def with_biases(checkpoint: Checkpoint, part: str) -> Checkpoint:
+    for i in range(3):
+        checkpoint = with_tensor(checkpoint, f"model.layers.{i}.mlp.{part}.bias")
+    return checkpoint
+
+
 def refusal(operation: Callable[[], Checkpoint]) -> SurgeryError:
     with pytest.raises(SurgeryError) as caught:
         operation()
@@ -63,8 +69,8 @@ def test_impossible_options_are_wrong_usage(options: dict[str, Any], seen: str) 
     (fake("phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}), {},
      "partial_rotary_factor is 0.5", "custom code"),
     (fake("gemma", use_bidirectional_attention=True), {}, "use_bidirectional_attention is True", "custom code"),
-    (with_tensor(LLAMA, "model.layers.1.mlp.up_proj.bias"), {}, "layer 1 has biases", "no native architecture"),
-    (with_tensor(LLAMA, "model.layers.2.mlp.gate_proj.bias"), {}, "layer 2 has biases", "no native architecture"),
+    (with_biases(LLAMA, "up_proj"), {}, "layer 0 has biases", "no native architecture"),
+    (with_biases(LLAMA, "gate_proj"), {}, "layer 0 has biases", "no native architecture"),
     (upcycle(LLAMA), {}, "mixtral is a mixture of experts already", "dense"),
     (upcycle(fake("granite")), {}, "granitemoe is a mixture of experts already", "dense"),
     (upcycle(fake("qwen3"), layers=[0]), {}, "qwen3_moe is a mixture of experts already", "dense"),
@@ -104,7 +110,20 @@ def test_an_mlp_that_lacks_a_tensor_is_found_before_any_write(operation: Any, pa
     checkpoint, name = open_checkpoint(tmp_path), f"model.layers.2.mlp.{part}.weight"
     incomplete = checkpoint.replace(tensors={n: t for n, t in checkpoint.tensors.items() if n != name})
     error = refusal(lambda: operation(incomplete))
-    assert f"layer 2 has no tensor {name}" in error.message and "llama" in error.message
+    assert f"layer 2 has no tensor {name}, which other layers have" in error.message
+    nowhere = checkpoint.replace(tensors={n: t for n, t in checkpoint.tensors.items() if f".{part}." not in n})
+    error = refusal(lambda: operation(nowhere))
+    assert f"layer 0 has no tensor model.layers.0.mlp.{part}.weight, which a llama needs" in error.message
+
+
+@pytest.mark.parametrize("operation", [upcycle, relufy])
+def test_a_tensor_missing_outside_the_mlps_is_found_before_any_write(operation: Any, tmp_path: Path) -> None:
+    """Found at 91% of a conversion, it cost hours."""
+    save_model("llama", tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    for name, seen in (("model.layers.1.self_attn.k_proj.weight",) * 2, ("model.embed_tokens.weight", "embedding")):
+        incomplete = checkpoint.replace(tensors={n: t for n, t in checkpoint.tensors.items() if n != name})
+        assert seen in refusal(lambda c=incomplete: operation(c)).message
 
 
 @pytest.mark.parametrize("operation", [upcycle, relufy])
