@@ -2,7 +2,7 @@
 
   python benchmarks/synthetic.py /data/synthetic-1b
   python benchmarks/convert.py /data/synthetic-1b --work /data/bench            # upcycle to 8 experts, 10.6 GB out
-  python benchmarks/convert.py /data/synthetic-1b --work /data/bench --only relufy
+  python benchmarks/convert.py /data/synthetic-7b --work /data/bench --only relufy
 
 Each round runs the conversion, then copies what it wrote with `cp -r`. Where this may (root), the page cache is dropped
 before every run, so that both read from the disk; `surgery` syncs its files before it ends and `cp` does not, so `cp`

@@ -1,4 +1,5 @@
-"""Token ids to measure with: the text that comes with the package, or a file, through the checkpoint's own tokenizer.
+"""Token ids to measure with: the text that comes with the package, a file or folder, or a data set of the Hub, through
+the checkpoint's own tokenizer.
 
 Each sequence is a window of the text behind the beginning-of-sequence token where the tokenizer adds one. Without a
 tokenizer the ids are random, which is enough to compare two models and useless for perplexity; the sample says which.
@@ -7,8 +8,11 @@ tokenizer the ids are random, which is enough to compare two models and useless 
 from __future__ import annotations
 
 import hashlib
+import importlib
+import json
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -22,16 +26,25 @@ from surgery.calibration.stock import parse_config, runs_custom_code
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError
 
+TEXT_SUFFIXES = (".txt", ".md", ".jsonl")  # what is read of a folder
+PIECE = 2**20  # characters tokenized at a time
 SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")  # files that a tokenizer may consist of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """`input_ids` [B, T]. `text` is False where they are random; `source` says in words what they are."""
+    """`input_ids` [B, T], the first `bos` of each the beginning-of-sequence token. `text` is False where they are random;
+    `source` says in words what they are."""
 
     input_ids: Tensor
     source: str
     text: bool
+    bos: int = 0
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, T], False at the beginning-of-sequence token: statistics leave it out."""
+        return (torch.arange(self.input_ids.shape[1]) >= self.bos).expand(self.input_ids.shape)
 
     @property
     def sha256(self) -> str:
@@ -44,11 +57,12 @@ class Sample:
 
 
 def sample_ids(checkpoint: Checkpoint, *, tokens: int, sequence_length: int, split: str = "evaluation",
-               file: Path | None = None, seed: int = 0) -> Sample:  # fmt: skip
+               file: Path | None = None, dataset: str | None = None, seed: int = 0) -> Sample:  # fmt: skip
     """tokens // sequence_length sequences (one at least) of `sequence_length` tokens of text, each behind BOS if any.
 
-    The text is `split` ("calibration" or "evaluation") of the package, or `file`. A text that is shorter than one
-    sequence is repeated; one that is shorter than `tokens` gives fewer sequences.
+    The text is `split` ("calibration" or "evaluation") of the package, or `file` (plain text, .jsonl with a "text" in
+    every line, or a folder of such), or `dataset`, a Hub id of a data set. Only as much is read as is needed. A text
+    that is shorter than one sequence is repeated; one that is shorter than `tokens` gives fewer sequences.
     """
     rows = max(1, tokens // sequence_length)
     tokenizer, reason = _load_tokenizer(checkpoint)
@@ -57,8 +71,8 @@ def sample_ids(checkpoint: Checkpoint, *, tokens: int, sequence_length: int, spl
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(vocab_size, (rows, sequence_length), generator=generator)
         return Sample(input_ids=ids, source=f"random ids, seed {seed} ({reason})", text=False)
-    text, name = _read(split, file)
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    texts, name = _read(split, file, dataset)
+    ids = _tokenize(tokenizer, texts, rows * sequence_length)
     if not len(ids):
         raise SurgeryError(f"{name} holds no text", "give a file of plain text in UTF-8")
     if len(ids) < sequence_length:
@@ -67,17 +81,74 @@ def sample_ids(checkpoint: Checkpoint, *, tokens: int, sequence_length: int, spl
     rows = min(rows, len(ids) // sequence_length)
     ids = ids[: rows * sequence_length].view(rows, sequence_length)
     bos = torch.tensor(_bos(tokenizer), dtype=torch.long).expand(rows, -1)
-    return Sample(input_ids=torch.cat([bos, ids], dim=1), source=name, text=True)
+    return Sample(input_ids=torch.cat([bos, ids], dim=1), source=name, text=True, bos=bos.shape[1])
 
 
-def _read(split: str, file: Path | None) -> tuple[str, str]:
-    """The text and its name."""
+def _tokenize(tokenizer: Any, texts: Iterable[str], wanted: int) -> Tensor:
+    """The ids of the first texts that give `wanted` of them, or of all."""
+    ids: list[int] = []
+    for text in texts:
+        ids += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        if len(ids) >= wanted:
+            break
+    return torch.tensor(ids, dtype=torch.long)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def _read(split: str, file: Path | None, dataset: str | None) -> tuple[Iterable[str], str]:
+    """Pieces of the text, and its name."""
+    if dataset is not None:
+        return _stream(dataset), dataset
     if file is None:
-        return (resources.files("surgery.demo") / "text" / f"{split}.txt").read_text("utf-8"), f"built-in {split} text"
+        return [
+            (resources.files("surgery.demo") / "text" / f"{split}.txt").read_text("utf-8")
+        ], f"built-in {split} text"
+    files = [file]
+    if file.is_dir():
+        files = sorted(f for f in file.rglob("*") if f.suffix in TEXT_SUFFIXES)
+        if not files:
+            raise SurgeryError(
+                f"no {', '.join(TEXT_SUFFIXES)} in {file}", "give a file or a folder of plain text in UTF-8"
+            )
+    return (piece for f in files for piece in _pieces(f)), file.resolve().name
+
+
+def _pieces(file: Path) -> Iterator[str]:
+    """A file of text in pieces that end at the end of a line; the documents of a .jsonl."""
     try:
-        return file.read_text("utf-8"), file.name
+        with file.open(encoding="utf-8") as f:
+            if file.suffix == ".jsonl":
+                yield from (str(json.loads(line)["text"]) + "\n\n" for line in f if line.strip())
+                return
+            while lines := f.readlines(PIECE):
+                yield "".join(lines)
     except (OSError, UnicodeDecodeError) as e:
         raise SurgeryError(f"cannot read {file}: {e}", "give a file of plain text in UTF-8") from None
+    except (ValueError, KeyError, TypeError) as e:
+        raise SurgeryError(
+            f'{file} has a line without "text": {e!r}', 'every line must be like {"text": "..."}'
+        ) from None
+
+
+def _stream(name: str) -> Iterator[str]:
+    """The documents of the train split of a data set, OWNER/NAME or OWNER/NAME:CONFIGURATION, as they come."""
+    try:
+        load_dataset = importlib.import_module("datasets").load_dataset
+    except ImportError:
+        raise SurgeryError("--dataset needs the package datasets", "pip install datasets") from None
+    path, _, configuration = name.partition(":")
+    try:
+        rows = load_dataset(path, configuration or None, split="train", streaming=True)
+        first = next(iter(rows))
+    except Exception as e:  # datasets raises whatever its readers do
+        raise SurgeryError(f"cannot read the data set {name}: {type(e).__name__}: {str(e).splitlines()[0]}",
+                           "give OWNER/NAME or OWNER/NAME:CONFIGURATION, or a file with --text") from None  # fmt: skip
+    column = "text" if "text" in first else next((k for k, v in first.items() if isinstance(v, str)), None)
+    if column is None:
+        raise SurgeryError(f"the data set {name} has no column of text among {', '.join(first)}", "give another one")
+    return (str(row[column]) + "\n\n" for row in rows)
 
 
 def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Any, str]:

@@ -10,6 +10,8 @@ Shapes: b sequences of a batch, T positions, H hidden_size, V vocab_size.
 from __future__ import annotations
 
 import copy
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 
 from surgery.calibration import stock
 from surgery.checkpoint import Checkpoint
-from surgery.errors import SurgeryError
+from surgery.errors import SurgeryError, UsageError
 from surgery.families import locate
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -37,18 +39,20 @@ class Layer:
     module: nn.Module
     hidden: list[Tensor]
     arguments: list[Arguments]
+    device: str = "cpu"
     done: bool = False
 
     @torch.no_grad()
     def outputs(self) -> Iterator[Tensor]:
         """The output [b, T, H] of each batch with the module as it stands; the walk does not move."""
         for hidden, (args, kwargs) in zip(self.hidden, self.arguments, strict=False):
-            out = self.module(hidden, *args, **kwargs)
+            out = self.module(hidden.to(self.device), *args, **kwargs)
             yield out[0] if isinstance(out, tuple) else out
 
-    def run(self) -> None:
-        """Replace the hidden states by the layer's outputs, batch by batch."""
+    def run(self, each: Callable[[int, Tensor], None] = lambda b, output: None) -> None:
+        """Replace the hidden states by the layer's outputs, batch by batch; `each` sees them as they come."""
         for b, out in enumerate(self.outputs()):
+            each(b, out)
             self.hidden[b] = out
         self.done = True
 
@@ -58,16 +62,16 @@ class Walk:
 
     The body of the loop may hook `layer.module`, look at `layer.outputs()`, load other weights into it, and `run()`
     it; a layer that it did not run is run when the loop goes on. `hidden` is where the walk stands, and is changed in
-    place.
+    place. Hidden states beyond `memory_budget` bytes lie in a temporary file.
     """
 
     def __init__(self, checkpoint: Checkpoint, input_ids: Tensor, *, dtype: torch.dtype = torch.float32,
-                 device: str = "cpu", batch_size: int = 0) -> None:  # fmt: skip
+                 device: str = "cpu", batch_size: int = 0, memory_budget: int | None = None) -> None:  # fmt: skip
         self.checkpoint, self.device, self.dtype = checkpoint, device, dtype
         self.blocks = locate(checkpoint)
         self.model = stock.meta_model(checkpoint, dtype, device)
         self.layers_name, self.layers = stock.decoder_layers(self.model, self.blocks)
-        self.hidden: list[Tensor] = []
+        self.hidden: list[Tensor] = _Hidden(memory_budget)
         self.arguments: list[list[Arguments]] = [[] for _ in self.layers]  # by layer, by batch
         self._record(input_ids.split(batch_size or max(1, BATCH_TOKENS // input_ids.shape[1])))
 
@@ -83,7 +87,9 @@ class Walk:
             module = self.layers[index]
             self.load(self.blocks.names(index))
             self._require([n for n, p in module.named_parameters() if p.is_meta], f"layer {index}: ")
-            layer = Layer(index=index, module=module, hidden=self.hidden, arguments=self.arguments[index])
+            self._read_ahead(self.blocks.names(index + 1))
+            layer = Layer(index=index, module=module, hidden=self.hidden, arguments=self.arguments[index],
+                          device=self.device)  # fmt: skip
             try:
                 yield layer
                 if not layer.done:
@@ -94,6 +100,14 @@ class Walk:
     def load(self, names: Sequence[str]) -> None:
         """Load these tensors of the checkpoint into the model."""
         stock.load(self.model, {n: self.checkpoint.tensors[n] for n in names}, self.device)
+
+    def _read_ahead(self, names: Sequence[str]) -> None:
+        """Ask the kernel to read the bytes of these tensors while something else is computed."""
+        if not hasattr(os, "posix_fadvise"):  # macOS
+            return
+        for extent in (e for n in names for e in self.checkpoint.tensors[n].sources()):
+            with extent.file.path().open("rb") as f:
+                os.posix_fadvise(f.fileno(), extent.offset, extent.length, os.POSIX_FADV_WILLNEED)
 
     def fork(self, checkpoint: Checkpoint, hidden: Sequence[Tensor]) -> Walk:
         """A walk that goes on from `hidden` (the first batches) with the weights of `checkpoint`, of the same config.
@@ -118,7 +132,7 @@ class Walk:
                 rows = slice(row, row + len(hidden))
                 n = max(1, CHUNK_LOGITS // (len(hidden) * vocab_size))
                 for start in range(0, hidden.shape[1], n):
-                    chunk = hidden[:, start : start + n]
+                    chunk = hidden[:, start : start + n].to(self.device)
                     yield (rows, slice(start, start + chunk.shape[1])), self._head(chunk)
                 row = rows.stop
         finally:
@@ -178,6 +192,54 @@ class Walk:
         if missing:
             raise SurgeryError(f"{where}the checkpoint has no tensor for {missing[0]} ({len(missing)} such)",
                                "the checkpoint is incomplete, or its config.json is another model's")  # fmt: skip
+
+
+def choose_device(name: str | None = None) -> str:
+    """The device of that name, by default the fastest that is there. Raises UsageError where it is not."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    name = name or next(n for n, found in there.items() if found)
+    if not there.get(name.split(":")[0]):
+        raise UsageError(f"no device {name!r} here", f"there is: {', '.join(n for n, found in there.items() if found)}")
+    return name
+
+
+def choose_dtype(name: str | None, device: str) -> torch.dtype:
+    """bf16, fp16 or fp32; by default bf16 on a GPU and on a processor that multiplies it, else fp32."""
+    if name is None:
+        multiplies = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # absent from older versions
+        name = "bf16" if device != "cpu" or any(getattr(torch.cpu, m, bool)() for m in multiplies) else "fp32"
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+
+
+class _Hidden(list[Tensor]):
+    """Hidden states of each batch. Those that do not fit in `budget` bytes are mapped from a file, and replaced in it."""
+
+    def __init__(self, budget: int | None) -> None:
+        super().__init__()
+        self.left = budget
+        self.mapped: set[int] = set()
+
+    def append(self, hidden: Tensor) -> None:
+        if self.left is not None:
+            self.left -= hidden.nbytes
+            if self.left < 0:
+                self.mapped.add(len(self))
+                hidden = _mapped(hidden)
+        super().append(hidden)
+
+    def __setitem__(self, b: Any, hidden: Any) -> None:
+        if b in self.mapped:
+            self[b].copy_(hidden)
+        else:
+            super().__setitem__(b, hidden)
+
+
+def _mapped(value: Tensor) -> Tensor:
+    """A copy in a file of the folder that TMPDIR names, which goes when the tensor does."""
+    with tempfile.NamedTemporaryFile(prefix="surgery-") as file:
+        file.truncate(value.nbytes)
+        copy = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
+    return copy.copy_(value)
 
 
 class _Whole(Tensor):

@@ -19,6 +19,7 @@ from surgery.errors import SurgeryError, UsageError
 
 COMMANDS = {  # in the order of the help
     "inspect": "Weigh a model: parameters, FLOPs, bytes, milliseconds per token.",
+    "analyze": "Measure on text how sparse the MLPs are.",
     "upcycle": "Turn each MLP into a mixture of copies, exactly.",
     "relufy": "Put ReLU in every MLP, for activation sparsity.",
     "verify": "Prove an output against its source.",

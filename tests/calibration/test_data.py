@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,58 @@ def test_a_short_file_is_repeated_and_a_short_supply_gives_fewer_sequences(tmp_p
     assert tuple(s.input_ids.shape) == (1, 101) and s.source == "my.txt, repeated"
     few = sample_ids(checkpoint, tokens=1000, sequence_length=5, file=file)
     assert few.source == "my.txt" and 2 <= len(few.input_ids) < 200
+
+
+def test_the_mask_leaves_bos_out() -> None:
+    s = sample_ids(open_checkpoint(DEMO), tokens=300, sequence_length=100)
+    assert s.bos == 1 and s.mask.sum() == 300 and not s.mask[:, 0].any()
+    assert sample_ids(open_checkpoint(DEMO).replace(files=()), tokens=300, sequence_length=100).mask.all()
+
+
+def test_folders_and_lines_of_json(tmp_path: Path) -> None:
+    """In the order of their names; other files are not read."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.jsonl").write_text('{"text": "One two three."}\n\n{"text": "Four five.", "id": 7}\n')
+    (tmp_path / "b" / "c.md").write_text("Six seven.")
+    (tmp_path / "0.bin").write_bytes(b"\xff")
+    checkpoint, tokenizer = open_checkpoint(DEMO), transformers.AutoTokenizer.from_pretrained(DEMO)
+    s = sample_ids(checkpoint, tokens=10**6, sequence_length=1, file=tmp_path)
+    texts = ["One two three.\n\n", "Four five.\n\n", "Six seven."]
+    assert s.input_ids[:, 1].tolist() == [i for t in texts for i in tokenizer(t, add_special_tokens=False).input_ids]
+    assert s.source == tmp_path.name
+    (tmp_path / "a.jsonl").write_text('{"content": "One two three."}\n')
+    with pytest.raises(SurgeryError, match=r"a\.jsonl has a line without \"text\""):
+        sample_ids(checkpoint, tokens=10, sequence_length=10, file=tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SurgeryError, match=r"no \.txt, \.md, \.jsonl in"):
+        sample_ids(checkpoint, tokens=10, sequence_length=10, file=tmp_path / "empty")
+
+
+def test_only_as_much_is_read_as_is_needed(tmp_path: Path) -> None:
+    """The second file is no text, and is never reached."""
+    (tmp_path / "a.txt").write_text("One two three four five six seven eight nine ten. " * 20)
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    assert sample_ids(open_checkpoint(DEMO), tokens=100, sequence_length=50, file=tmp_path).input_ids.shape == (2, 51)
+
+
+def test_data_sets_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `datasets` itself, from a folder that holds one."""
+    pytest.importorskip("datasets", exc_type=ImportError)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "train.jsonl").write_text('{"id": 1, "text": "One two three."}\n' * 50)
+    s = sample_ids(open_checkpoint(DEMO), tokens=60, sequence_length=20, dataset=str(tmp_path))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
+    once = tokenizer("One two three.\n\n", add_special_tokens=False).input_ids
+    assert s.input_ids[:, 1:].flatten().tolist() == (once * 60)[:60]
+    with pytest.raises(SurgeryError, match="cannot read the data set"):
+        sample_ids(open_checkpoint(DEMO), tokens=60, sequence_length=20, dataset=str(tmp_path / "none"))
+
+
+def test_without_datasets_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(SurgeryError, match="needs the package datasets") as e:
+        sample_ids(open_checkpoint(DEMO), tokens=60, sequence_length=20, dataset="a/b")
+    assert e.value.hint == "pip install datasets"
 
 
 def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:

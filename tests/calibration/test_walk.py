@@ -119,6 +119,32 @@ def test_batches_and_chunks_of_positions_change_nothing_but_rounding(tmp_path: P
 
 
 @torch.no_grad()
+def test_hidden_states_beyond_the_budget_lie_in_a_file(tmp_path: Path, monkeypatch: Any) -> None:
+    """Two of three batches do; the file has no name any more, and a fork from what was kept still works."""
+    model, ids = save_model("gemma2", tmp_path / "model"), ids_of(5, 40)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    one_batch = 2 * 40 * 32 * 4
+    w = Walk(open_checkpoint(tmp_path / "model"), ids, batch_size=2, memory_budget=one_batch + 1)
+    assert w.hidden.mapped == {1, 2} and [f.name for f in tmp_path.iterdir()] == ["model"]  # type: ignore[attr-defined]
+    places = [h.data_ptr() for h in w.hidden]
+    for layer in w:
+        layer.run()
+    assert [h.data_ptr() for h in w.hidden][1:] == places[1:]
+    assert torch.equal(whole_logits(w), whole_logits(walked(w.checkpoint, ids, batch_size=2)))
+    torch.testing.assert_close(whole_logits(w), model(ids).logits, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_run_shows_each_output_as_it_comes(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    w = Walk(open_checkpoint(tmp_path), ids_of(3, 40), batch_size=1)
+    for layer in w:
+        seen: list[torch.Tensor] = []
+        layer.run(lambda b, out: seen.insert(b, out))  # noqa: B023
+        assert all(map(torch.equal, seen, layer.hidden)) and len(seen) == 3
+
+
+@torch.no_grad()
 def test_a_change_to_a_layer_is_seen_by_later_layers(tmp_path: Path) -> None:
     model, ids = save_model("llama", tmp_path), ids_of(2, 40)
     w = Walk(open_checkpoint(tmp_path), ids)

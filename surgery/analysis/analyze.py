@@ -1,0 +1,417 @@
+"""What the MLPs of a model do on text: one walk through its layers, with the collectors looking.
+
+An MLP is h = act(gate_proj x) ⊙ up_proj x, y = down_proj h (without a gate: h = act(up_proj x)). *gate* is the
+pre-activation, *product* is h. Every figure is of the sample's tokens, but for the beginning-of-sequence token and
+padding: the first draws attention that no other token does, and norms to match. It is prefill, as one pass computes
+it; decoding sees the same values token by token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.analysis import sparsity
+from surgery.analysis.devices import Device, Work
+from surgery.analysis.sparsity import Linearity, Truncation
+from surgery.analysis.weigh import Weights, weigh
+from surgery.calibration import collectors
+from surgery.calibration.collectors import Collapse, Collector, Distribution, Histogram, edges, update_all
+from surgery.calibration.data import Sample
+from surgery.calibration.observe import Taps, tapped
+from surgery.calibration.walk import Layer, Walk
+from surgery.checkpoint import Checkpoint
+from surgery.families import Family
+
+CETT = (0.1, 0.2)
+SPARSITIES = (0.25, 0.4, 0.5, 0.65, 0.8, 0.9, 0.95)
+NEAR_ZERO = (1e-3, 1e-2, 1e-1)
+ALWAYS = 0.99  # a neuron that is active for more of the tokens is called always active
+SAMPLED = 1024  # tokens of the reservoir
+LARGEST_COACTIVATION = 16384  # neurons: 1 GiB of int32
+Progress = Callable[[int, int], None]  # layers done, of how many
+Sink = Callable[[int, Tensor], None]  # a layer and its co-activation [F, F] int32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mlp:
+    """A dense MLP, or the shared expert of a mixture. Rates and sparsities are fractions; `unions` is 1 − |∪ active| / F
+    over windows of tokens; `overlap` is the part of a token's active neurons that the token before it had active."""
+
+    part: str  # "mlp" or "shared expert"
+    width: int
+    gated: bool
+    tokens: int
+    product: Distribution
+    gate: Distribution
+    up: Distribution | None
+    input: Distribution
+    gate_zero: float  # act(gate) is an exact zero
+    active: Tensor  # [F] tokens with gate > 0
+    nonzero: Tensor  # [F] tokens with h != 0
+    mass: Tensor  # [F] mean of |h_i|·‖W_down[:, i]‖
+    overlap: float
+    unions: Mapping[int, float]
+    truncations: tuple[Truncation, ...]
+    linearity: Linearity
+    input_rms: Tensor  # [H]
+    input_peak: Tensor  # [H]
+    input_norm: float
+    input_largest: float
+
+    @property
+    def rate(self) -> Tensor:
+        """[F] the firing rate: how often gate > 0."""
+        return self.active.double() / self.tokens
+
+    @property
+    def outliers(self) -> list[int]:
+        return sparsity.outlier_channels(self.input_rms)
+
+    def at(self, cett: float) -> Truncation:
+        return self.truncations[CETT.index(cett)]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "part": self.part, "width": self.width, "gated": self.gated, "tokens": self.tokens,
+            "product": _spread(self.product),
+            "gate": _spread(self.gate) | {"positive": self.gate.positive, "activated_zero": self.gate_zero,
+                                          "quantiles": {str(s): self.gate.quantile(s) for s in SPARSITIES}},
+            "up": self.up and _spread(self.up), "input": _spread(self.input),
+            "firing_rate": self.rate.mean().item(), "dead": int((self.active == 0).sum()),
+            "always": int((self.rate > ALWAYS).sum()),
+            "hot_80": {"firing": sparsity.hot_share(self.active), "mass": sparsity.hot_share(self.mass)},
+            "gini": {"firing": sparsity.gini(self.active), "mass": sparsity.gini(self.mass)},
+            "overlap": self.overlap, "union_sparsity": {str(w): s for w, s in self.unions.items()},
+            "cett": [asdict(t) for t in self.truncations], "linearity": asdict(self.linearity),
+            "input_norm": {"mean": self.input_norm, "max": self.input_largest},
+            "outlier_channels": self.outliers,
+        }  # fmt: skip
+
+    def tensors(self) -> dict[str, Tensor]:
+        histograms = {"product": self.product, "gate": self.gate, "up": self.up, "input": self.input}
+        return {
+            "active": self.active, "nonzero": self.nonzero, "mass": self.mass, "input_rms": self.input_rms,
+            "input_peak": self.input_peak, **{f"{n}.histogram": d.counts for n, d in histograms.items() if d},
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Router:
+    """A router and its routed experts; what is seen inside of them is None where their class does not show it."""
+
+    experts: int
+    top_k: int
+    tokens: int
+    load: Tensor  # [E] selections
+    entropy: float | None  # of a token's softmax over the experts, mean, as a fraction of ln E
+    active: Tensor | None  # [E, F] tokens with gate > 0
+    nonzero: Tensor | None  # [E, F] tokens with h != 0
+    product: Distribution | None
+    gate: Distribution | None
+
+    @property
+    def balance(self) -> float:
+        """The entropy of the load as a fraction of ln E: 1 where every expert is chosen as often."""
+        p = self.load.double() / self.load.sum()
+        return -(p * p.clamp_min(1e-300).log()).sum().item() / math.log(self.experts)
+
+    @property
+    def busiest(self) -> float:
+        """The load of the busiest expert, 1 being the mean."""
+        return self.load.max().item() * self.experts / self.load.sum().item()
+
+    def as_dict(self) -> dict[str, Any]:
+        rates = None
+        if self.active is not None:
+            rates = (self.active.double().mean(1) / self.load.clamp_min(1)).tolist()
+        return {
+            "experts": self.experts, "top_k": self.top_k, "tokens": self.tokens,
+            "load": (self.load.double() / self.tokens).tolist(), "unused": int((self.load == 0).sum()),
+            "balance": self.balance, "busiest": self.busiest, "entropy": self.entropy, "firing_rate": rates,
+            "product": self.product and _spread(self.product), "gate": self.gate and _spread(self.gate),
+        }  # fmt: skip
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {"load": self.load, "active": self.active, "nonzero": self.nonzero}
+        return {name: t for name, t in found.items() if t is not None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerAnalysis:
+    """`residual`: how far the stream after the layer is from one row for every token (collectors.Collapse)."""
+
+    index: int
+    mlp: Mlp | None
+    router: Router | None
+    residual: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"layer": self.index, "mlp": self.mlp and self.mlp.as_dict(),
+                "router": self.router and self.router.as_dict(), "residual": self.residual}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saving:
+    """What one token reads and multiplies in the MLPs of the whole model: all of it, and what `kernel` leaves of it at
+    the sparsity that `rule` gives each layer. Only MLPs that were analysed are made smaller."""
+
+    rule: str
+    kernel: str
+    sparsity: float
+    before: Work
+    after: Work
+
+    def as_dict(self, device: Device) -> dict[str, Any]:
+        return {"rule": self.rule, "kernel": self.kernel, "sparsity": self.sparsity,
+                "before": self.before.as_dict(device), "after": self.after.as_dict(device)}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Analysis:
+    """Every layer, on what sample, and the sums over the layers."""
+
+    source: str
+    model_type: str
+    activation: str
+    dtype: str
+    sample: Sample
+    layers: tuple[LayerAnalysis, ...]
+    weights: Weights
+
+    @property
+    def mlps(self) -> list[Mlp]:
+        return [layer.mlp for layer in self.layers if layer.mlp]
+
+    @property
+    def routers(self) -> list[Router]:
+        return [layer.router for layer in self.layers if layer.router]
+
+    def mean(self, value: Callable[[Mlp], float]) -> float:
+        """Over the neurons of all dense MLPs; NaN without one."""
+        width = sum(m.width for m in self.mlps)
+        return sum(value(m) * m.width for m in self.mlps) / width if width else math.nan
+
+    @property
+    def savings(self) -> list[Saving]:
+        """Exact zeros, and what CETT allows, under each kernel that could make use of them."""
+        if not self.mlps:
+            return []
+        found = [self.saving("exact zeros", "gate first", lambda m: m.product.zero)]
+        for cett in CETT:
+            for kernel in ("down only", "foreseen"):
+                found.append(self.saving(f"CETT {cett}", kernel, lambda m, cett=cett: m.at(cett).sparsity))  # type: ignore[misc]
+        return found
+
+    def saving(self, rule: str, kernel: str, value: Callable[[Mlp], float]) -> Saving:
+        before, left = Work(0, 0), Work(0, 0)
+        for layer in self.layers:
+            for role, work in _mlp_work(self.weights, layer.index).items():
+                mlp = layer.mlp if role in ("mlp", "shared_experts") else None
+                share = sparsity.REMAINING[kernel](value(mlp), mlp.gated) if mlp else 1.0
+                before = Work(before.flops + work.flops, before.nbytes + work.nbytes)
+                left = Work(left.flops + share * work.flops, left.nbytes + share * work.nbytes)
+        return Saving(rule=rule, kernel=kernel, sparsity=self.mean(value), before=before, after=left)
+
+    def as_dict(self, device: Device) -> dict[str, Any]:
+        """For JSON; `device` is what the savings are timed on, one sequence at a time."""
+        totals = {} if not self.mlps else {
+            "exact_zero": self.mean(lambda m: m.product.zero), "firing_rate": self.mean(lambda m: m.gate.positive),
+            "dead": sum(int((m.active == 0).sum()) for m in self.mlps), "neurons": sum(m.width for m in self.mlps),
+            **{f"sparsity_at_cett_{c}": self.mean(lambda m, c=c: m.at(c).sparsity) for c in CETT},  # type: ignore[misc]
+        }  # fmt: skip
+        return _finite({
+            "source": self.source, "model_type": self.model_type, "activation": self.activation, "dtype": self.dtype,
+            "sample": self.sample.as_dict(),
+            "events": {"active": "gate pre-activation > 0 (up's in an MLP without a gate)", "zero": "h = 0"},
+            "totals": totals, "savings": [s.as_dict(device) for s in self.savings], "device": device.as_dict(),
+            "layers": [layer.as_dict() for layer in self.layers],
+        })  # fmt: skip
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that is counted per neuron, expert or bin: "layers.3.mlp.active"."""
+        found = {"histogram.edges": edges()}
+        for layer in self.layers:
+            for part, value in (("mlp", layer.mlp), ("router", layer.router)):
+                found |= {f"layers.{layer.index}.{part}.{n}": t for n, t in (value.tensors() if value else {}).items()}
+        return found
+
+    def save(self, folder: Path, device: Device) -> None:
+        """analysis.safetensors and analysis.json."""
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({n: t.contiguous() for n, t in self.tensors().items()}, folder / "analysis.safetensors")
+        text = json.dumps(self.as_dict(device), indent=2, ensure_ascii=False)
+        (folder / "analysis.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _spread(d: Distribution) -> dict[str, Any]:
+    return {
+        "zero": d.zero,
+        "below": {str(t): d.below(t) for t in NEAR_ZERO},
+        "thresholds": {str(s): d.threshold(s) for s in SPARSITIES},
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: None stands for it, as where an MLP that is zero leaves nothing to divide by."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _mlp_work(weights: Weights, index: int) -> dict[str, Work]:
+    """FLOPs and bytes of one token in the MLPs of a layer, by role."""
+    found = {}
+    for layer in weights.layers:
+        if layer.index == index:
+            for role in ("mlp", "shared_experts", "routed_experts"):
+                if role in layer.tallies:
+                    tally, share = layer.tallies[role], layer.touched(role)
+                    found[role] = Work(2 * tally.matrices * share, tally.nbytes * share)
+    return found
+
+
+# --- the walk ---------------------------------------------------------------------------------------------------------
+
+
+_DENSE: dict[str, Callable[[], Collector]] = {
+    "activity": collectors.Activity, "reuse": collectors.Reuse, "inputs": collectors.Inputs,
+    "reservoir": collectors.Reservoir, "coactivation": collectors.CoActivation,
+}  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class _Observers:
+    """The collectors of one layer."""
+
+    dense: dict[str, Collector] = field(default_factory=dict)
+    routed: dict[str, Collector] = field(default_factory=dict)
+    stream: Collapse = field(default_factory=Collapse)
+
+    @classmethod
+    def of(cls, taps: Taps, coactivation: bool) -> _Observers:
+        found = cls()
+        if taps.parts.down is not None:
+            taps_of = ("product", "gate", "input", *(("up",) if taps.family.gated else ()))
+            found.dense = {name: Histogram(name) for name in taps_of}
+            found.dense |= {name: make() for name, make in _DENSE.items() if coactivation or name != "coactivation"}
+        if taps.parts.router is not None:
+            found.routed = {"routing": collectors.Routing(taps.experts)}
+        return found
+
+    def update(self, taps: Taps, where: Mapping[str, Tensor]) -> None:
+        if self.dense:
+            seen = taps.dense(**where)
+            update_all([*self.dense.values(), self.stream], seen)
+        if self.routed:
+            seen = taps.routed(**where)
+            if seen.expert is not None:
+                self.routed.setdefault("product", Histogram("product"))
+                self.routed.setdefault("gate", Histogram("gate"))
+            update_all([*self.routed.values(), *(() if self.dense else (self.stream,))], seen)
+
+
+def analyze(checkpoint: Checkpoint, sample: Sample, *, dtype: torch.dtype = torch.float32, device: str = "cpu",
+            coactivation: Sink | None = None, memory_budget: int | None = None, seed: int = 0,
+            progress: Progress = lambda done, total: None) -> Analysis:  # fmt: skip
+    """Walk the checkpoint over the sample and count.
+
+    `coactivation` is given AᵀA of each layer, which would not fit in memory for all of them. `seed` chooses the tokens
+    of the reservoir. Hidden states beyond `memory_budget` bytes go to a temporary file.
+    """
+    walk = Walk(checkpoint, sample.input_ids, dtype=dtype, device=device, memory_budget=memory_budget)
+    weights = weigh(checkpoint, checkpoint.config)
+    where = _batches(sample, walk, seed)
+    layers = []
+    for layer in walk:
+        layers.append(_observe(layer, walk, where, weights.activation, coactivation))
+        progress(layer.index + 1, len(walk))
+    return Analysis(source=checkpoint.source.location, model_type=weights.model_type, activation=weights.activation,
+                    dtype=str(dtype).removeprefix("torch."), sample=sample, layers=tuple(layers), weights=weights)  # fmt: skip
+
+
+def _batches(sample: Sample, walk: Walk, seed: int) -> list[dict[str, Tensor]]:
+    """mask, sampled and index of each batch. The reservoir is drawn from the tokens that count, once for all layers."""
+    mask = sample.mask
+    index = torch.arange(mask.numel()).view_as(mask)
+    counted = index[mask]
+    drawn = counted[torch.randperm(len(counted), generator=torch.Generator().manual_seed(seed))[:SAMPLED]]
+    sampled = torch.isin(index, drawn)
+    sizes = [len(h) for h in walk.hidden]
+    parts = zip(*(t.to(walk.device).split(sizes) for t in (mask, sampled, index)), strict=True)
+    return [{"mask": m, "sampled": s, "index": i} for m, s, i in parts]
+
+
+def _observe(layer: Layer, walk: Walk, where: list[dict[str, Tensor]], activation: str,
+             coactivation: Sink | None) -> LayerAnalysis:  # fmt: skip
+    family, config = walk.blocks.family, walk.checkpoint.text_config
+    with tapped(layer.module, family, config) as taps:
+        seen = _Observers.of(taps, coactivation is not None)
+        layer.run(lambda b, hidden: seen.update(taps, {**where[b], "hidden": hidden}))
+    if coactivation is not None and "coactivation" in seen.dense:
+        coactivation(layer.index, seen.dense["coactivation"].state["pairs"])
+    mlp = _mlp(seen.dense, taps, family, activation) if seen.dense else None
+    router = _routed(seen.routed, taps) if seen.routed else None
+    stream = seen.stream.state
+    return LayerAnalysis(
+        index=layer.index, mlp=mlp, router=router, residual=(stream["ratios"] / stream["sequences"]).item()
+    )
+
+
+def _mlp(found: Mapping[str, Any], taps: Taps, family: Family, activation: str) -> Mlp:
+    """The figures of one dense MLP, whose weights are loaded."""
+    activity, reuse, inputs = (found[name].state for name in ("activity", "reuse", "inputs"))
+    tokens, width = int(activity["tokens"]), len(activity["active"])
+    weight = taps.parts.down.weight  # type: ignore[union-attr]
+    down = weight.detach() if family.transposed else weight.detach().T  # [F, H]
+    rows = found["reservoir"].result()
+    unions = 1 - reuse["union"].double() / (reuse["windows"].clamp_min(1) * width)
+    gate = found["gate"].result()
+    product, output = (rows[n].to(weight.device) for n in ("product", "output"))
+    return Mlp(
+        part="mlp" if taps.parts.router is None else "shared expert", width=width, gated=family.gated, tokens=tokens,
+        product=found["product"].result(), gate=gate, up=found["up"].result() if "up" in found else None,
+        input=found["input"].result(), gate_zero=_dead_half(gate, activation),
+        active=activity["active"], nonzero=activity["nonzero"],
+        mass=activity["magnitude"] / tokens * down.float().norm(dim=1).double().cpu(),
+        overlap=reuse["shared"].item() / max(1, reuse["after"].item()),
+        unions={w: u for w, u, n in zip(collectors.WINDOWS, unions.tolist(), reuse["windows"].tolist(), strict=True) if n},
+        truncations=tuple(sparsity.truncations(product, output, down, CETT)),
+        linearity=sparsity.linearity(rows["input"], rows["output"], activity["active"], tokens, activation=activation,
+                                     gated=family.gated),
+        input_rms=(inputs["squares"] / tokens).sqrt(), input_peak=inputs["peak"],
+        input_norm=(inputs["norms"] / tokens).item(), input_largest=inputs["largest"].item(),
+    )  # fmt: skip
+
+
+def _dead_half(gate: Distribution, activation: str) -> float:
+    """The fraction of gates that the activation makes an exact zero, taken at the lower edges of the bins."""
+    from transformers.activations import ACT2FN
+
+    act: Any = ACT2FN[activation] if activation in ACT2FN else nn.Identity()
+    lower = edges()[:-1].float()
+    dead = [int(counts[act(sign * lower) == 0].sum()) for sign, counts in zip((1, -1), gate.counts, strict=True)]
+    return (sum(dead) + (gate.zeros if act(torch.zeros(())) == 0 else 0)) / gate.total
+
+
+def _routed(found: Mapping[str, Any], taps: Taps) -> Router:
+    state = found["routing"].state
+    tokens, entropy = int(state["tokens"]), state.get("entropy")
+    return Router(
+        experts=taps.experts, top_k=int(state["load"].sum()) // tokens, tokens=tokens, load=state["load"],
+        entropy=None if entropy is None else entropy.item() / tokens / math.log(taps.experts),
+        active=state.get("active"), nonzero=state.get("nonzero"),
+        product=found["product"].result() if "product" in found else None,
+        gate=found["gate"].result() if "gate" in found else None,
+    )  # fmt: skip

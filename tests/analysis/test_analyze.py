@@ -1,0 +1,183 @@
+"""Every figure of an analysis against the activations of the whole stock model, taken by hooks.
+
+What could break it: tokens that do not count, weights that are transposed, sums over batches, layers mixed up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import LAYERS, load, sample_ids, save_model
+from safetensors.torch import load_file
+
+from surgery import demo
+from surgery.analysis.analyze import Analysis, Mlp, analyze
+from surgery.analysis.devices import DEVICES
+from surgery.analysis.weigh import weigh
+from surgery.calibration import walk
+from surgery.calibration.data import Sample
+from surgery.calibration.data import sample_ids as text_ids
+from surgery.checkpoint import constant, open_checkpoint
+from surgery.operations.relufy import relufy
+from surgery.report import analysis as report
+
+IDS = sample_ids()
+SAMPLE = Sample(input_ids=IDS, source="test", text=False, bos=1)
+H100 = DEVICES["h100"]
+
+
+def activations(model: Any, down: str, up: str, gate: str) -> list[dict[str, torch.Tensor]]:
+    """Of each layer, at the tokens after the first of a sequence: input, gate, product, output [n, ·]."""
+    found: list[dict[str, torch.Tensor]] = []
+    layers = next(m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) == LAYERS)
+    kept = lambda t: t.detach().reshape(*IDS.shape, -1)[:, 1:].flatten(0, 1).clone()  # noqa: E731
+    for layer in layers:
+        into: dict[str, torch.Tensor] = {}
+        layer.get_submodule(gate).register_forward_hook(lambda m, i, o, d=into: d.update(gate=kept(o)))
+        layer.get_submodule(up).register_forward_hook(lambda m, i, o, d=into: d.update(input=kept(i[0])))
+        layer.get_submodule(down).register_forward_hook(
+            lambda m, i, o, d=into: d.update(product=kept(i[0]), output=kept(o))
+        )
+        into["down"] = layer.get_submodule(down).weight.detach()
+        found.append(into)
+    with torch.no_grad():
+        model(IDS)
+    return found
+
+
+@pytest.mark.parametrize(("name", "paths"), [
+    ("llama", ("mlp.down_proj", "mlp.up_proj", "mlp.gate_proj")), ("gpt2", ("mlp.c_proj", "mlp.c_fc", "mlp.c_fc")),
+    ("opt", ("fc2", "fc1", "fc1")),
+])  # fmt: skip
+def test_figures_are_those_of_the_whole_model(name: str, paths: tuple[str, str, str], tmp_path: Path,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """One sequence a batch."""
+    save_model(name, tmp_path)
+    expected = activations(load(tmp_path)[0], *paths)
+    monkeypatch.setattr(walk, "BATCH_TOKENS", IDS.shape[1])
+    for layer, e in zip(analyze(open_checkpoint(tmp_path), SAMPLE).layers, expected, strict=True):
+        assert layer.mlp
+        check(layer.mlp, e, e["down"] if name == "gpt2" else e["down"].T)
+
+
+def check(m: Mlp, e: dict[str, torch.Tensor], down: torch.Tensor) -> None:
+    gate, h = e["gate"], e["product"]
+    assert m.tokens == len(h) == IDS.numel() - len(IDS)
+    assert torch.equal(m.active, (gate > 0).sum(0)) and torch.equal(m.nonzero, (h != 0).sum(0))
+    assert m.product.zero == (h == 0).double().mean() and m.gate.positive == (gate > 0).double().mean()
+    torch.testing.assert_close(m.mass, h.abs().double().mean(0) * down.double().norm(dim=1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(m.input_rms, e["input"].double().square().mean(0).sqrt(), rtol=1e-5, atol=0)
+    assert m.input_norm == pytest.approx(e["input"].norm(dim=1).mean().item(), rel=1e-5)
+    rows = (gate > 0).view(len(IDS), -1, gate.shape[1])
+    assert m.overlap == pytest.approx(((rows[:, 1:] & rows[:, :-1]).sum() / rows[:, 1:].sum()).item())
+    union = torch.stack([rows[:, i : i + 16].any(1) for i in (0, 16)]).double().mean().item()
+    assert m.unions[16] == pytest.approx(1 - union)
+    for t in m.truncations:  # all tokens are in the reservoir
+        inactive = h.abs() * down.norm(dim=1) < t.threshold
+        error = ((h * inactive).double() @ down.double()).norm(dim=1) / e["output"].double().norm(dim=1)
+        assert t.sparsity == pytest.approx(inactive.double().mean().item(), abs=1e-3)
+        assert t.cett == pytest.approx(error.mean().item(), rel=1e-2)
+
+
+def test_relu_makes_exact_zeros_and_silu_none() -> None:
+    """On the embedded model, whose weights are trained: every gate that is not positive is a zero."""
+    source = open_checkpoint(demo.MODEL)
+    sample = text_ids(source, tokens=256, sequence_length=64)
+    silu, relu = analyze(source, sample), analyze(relufy(source), sample)
+    assert [m.product.zeros for m in silu.mlps] == [0] * 7 and [m.gate_zero for m in silu.mlps] == [0] * 7
+    for m in relu.mlps:
+        assert 0.3 < m.product.zero < 0.9 and m.product.zero == pytest.approx(1 - m.gate.positive, abs=1e-4)
+        assert m.gate_zero == 1 - m.gate.positive
+        assert all(t.sparsity > m.product.zero for t in m.truncations)
+    assert report.finding(silu).startswith("No product is an exact zero")
+    assert report.finding(relu).startswith(f"{relu.mean(lambda m: m.product.zero):.0%} of the products are exact zeros")
+
+
+def test_savings_are_the_kernels_share_of_the_mlps_bytes(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    checkpoint = relufy(open_checkpoint(tmp_path))
+    found = analyze(checkpoint, SAMPLE)
+    first, mlps = found.savings[0], weigh(checkpoint, checkpoint.config).nbytes("mlp")
+    assert (first.rule, first.kernel) == (
+        "exact zeros",
+        "gate first",
+    ) and first.before.nbytes == mlps == LAYERS * 3 * 32 * 48 * 4
+    assert first.after.nbytes == pytest.approx(mlps * (1 + 2 * (1 - first.sparsity)) / 3)
+    assert first.after.flops == pytest.approx(first.after.nbytes / 2)  # fp32: 4 bytes and 2 FLOPs a weight
+
+
+def test_saved_files_hold_the_figures(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "model")
+    found = analyze(open_checkpoint(tmp_path / "model"), SAMPLE)
+    found.save(tmp_path / "out", H100)
+    tensors, record = (
+        load_file(tmp_path / "out" / "analysis.safetensors"),
+        json.loads((tmp_path / "out" / "analysis.json").read_text()),
+    )
+    for layer in found.layers:
+        assert layer.mlp and torch.equal(tensors[f"layers.{layer.index}.mlp.active"], layer.mlp.active)
+        d = record["layers"][layer.index]["mlp"]
+        assert d["firing_rate"] == pytest.approx(layer.mlp.gate.positive)
+        assert d["cett"][1]["sparsity"] == layer.mlp.at(0.2).sparsity
+    assert record["sample"]["sha256"] == SAMPLE.sha256 and record["totals"]["neurons"] == LAYERS * 48
+
+
+def test_the_same_command_finds_the_same_twice(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    a, b = (analyze(open_checkpoint(tmp_path), SAMPLE).as_dict(H100) for _ in range(2))
+    assert a == b
+
+
+def test_coactivation_is_given_layer_by_layer(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    expected = activations(load(tmp_path)[0], "mlp.down_proj", "mlp.up_proj", "mlp.gate_proj")
+    pairs: dict[int, torch.Tensor] = {}
+    analyze(open_checkpoint(tmp_path), SAMPLE, coactivation=pairs.__setitem__)
+    assert list(pairs) == list(range(LAYERS))
+    for i, e in enumerate(expected):
+        a = (e["gate"] > 0).int()
+        assert torch.equal(pairs[i], a.T @ a)
+
+
+def test_an_mlp_of_zeros_leaves_valid_json(tmp_path: Path) -> None:
+    """Its output has no norm to divide by."""
+    save_model("llama", tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    zeroed = checkpoint.replace(tensors={**checkpoint.tensors, name: constant(0.0, (48, 32), "F32")})
+    found = analyze(zeroed, SAMPLE)
+    json.dumps(found.as_dict(H100), allow_nan=False)
+    assert found.layers[1].mlp and found.layers[1].mlp.product.zero == 1
+    show(found)
+
+
+def test_a_linear_mlp_is_named(tmp_path: Path) -> None:
+    """gpt2 with the identity for its activation: two matrices that compose into one."""
+    save_model("gpt2", tmp_path, activation_function="linear")
+    found = analyze(open_checkpoint(tmp_path), SAMPLE)
+    assert all(m.linearity.r2 > 0.999 for m in found.mlps)
+    assert "layer 0: on this sample the MLP is affine: two matrices that compose into one" in list(report.notes(found))
+
+
+def show(found: Analysis) -> str:
+    from rich.console import Console
+
+    console = Console(width=120)
+    with console.capture() as capture:
+        for part in report.tables(found, H100):
+            console.print(part)
+    return capture.get()
+
+
+def test_report_has_a_row_for_every_layer(tmp_path: Path) -> None:
+    save_model("opt", tmp_path)
+    found = analyze(open_checkpoint(tmp_path), SAMPLE)
+    text = show(found)
+    assert not math.isnan(found.mean(lambda m: m.product.zero))
+    rows = [line.split() for line in text.splitlines() if line[:1].isdigit() and " 48 " in line]
+    assert [r[0] for r in rows] == ["0", "1", "2"] and rows[1][2] == f"{found.mlps[1].product.zero:.1%}"

@@ -1,0 +1,181 @@
+"""Every count against a direct computation, and merged parts against one pass.
+
+What could break it: bins at the edges and signs of zeros, tokens that do not count next to ones that do, windows across
+them, the order in which parts are merged.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from surgery.calibration.collectors import (
+    BINS,
+    WINDOWS,
+    Activity,
+    CoActivation,
+    Collapse,
+    Collector,
+    Histogram,
+    Inputs,
+    Reservoir,
+    Reuse,
+    Seen,
+    edges,
+)  # fmt: skip
+
+B, T, H, F = 6, 40, 8, 12
+COLLECTORS: dict[str, Callable[[], Collector]] = {
+    "product": lambda: Histogram("product"), "gate": lambda: Histogram("gate"), "activity": Activity, "reuse": Reuse,
+    "co-activation": CoActivation, "inputs": Inputs, "collapse": Collapse, "reservoir": Reservoir,
+}  # fmt: skip
+
+
+def batch(*, masked: bool = True) -> Seen:
+    """ReLU products, BOS masked in every row, the end of one row padded."""
+    draw = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(B, T, F, generator=draw) for _ in range(2))
+    mask = torch.ones(B, T, dtype=torch.bool)
+    if masked:
+        mask[:, 0], mask[2, 30:] = False, False
+    taps = {"gate": gate, "up": up, "product": gate.relu() * up}
+    taps |= {n: torch.randn(B, T, H, generator=draw) for n in ("input", "output", "hidden")}
+    sampled = mask & (torch.rand(B, T, generator=draw) < 0.2)
+    return Seen(mask=mask, sampled=sampled, index=torch.arange(B * T).view(B, T), taps=taps)
+
+
+def part(seen: Seen, rows: slice) -> Seen:
+    return Seen(mask=seen.mask[rows], sampled=seen.sampled[rows], index=seen.index[rows],
+                taps={n: t[rows] for n, t in seen.taps.items()})  # fmt: skip
+
+
+def counted(make: Callable[[], Collector], *parts: Seen) -> Collector:
+    collector = make()
+    for p in parts:
+        collector.update(p)
+    return collector
+
+
+@pytest.mark.parametrize("name", COLLECTORS)
+def test_merged_halves_are_one_pass(name: str) -> None:
+    """Exactly: two processes that each did one batch, and one that did both."""
+    seen, make = batch(), COLLECTORS[name]
+    first, second = part(seen, slice(0, 3)), part(seen, slice(3, 6))
+    once, merged = counted(make, first, second), counted(make, first)
+    merged.merge(counted(make, second))
+    assert once.state.keys() == merged.state.keys()
+    for key, value in once.state.items():
+        assert torch.equal(value, merged.state[key]), key
+        assert value.dtype in (torch.int64, torch.float64) or name in ("co-activation", "reservoir")
+
+
+@pytest.mark.parametrize("name", COLLECTORS)
+def test_batches_of_any_size_in_any_order(name: str) -> None:
+    """Counts exactly; sums but for the rounding of an fp32 sum over a batch."""
+    seen, make = batch(), COLLECTORS[name]
+    once, merged = counted(make, seen), counted(make, part(seen, slice(4, 6)))
+    merged.merge(counted(make, part(seen, slice(0, 1)), part(seen, slice(1, 4))))
+    results = [c.result() if isinstance(c, Reservoir) else c.state for c in (once, merged)]
+    for key, value in results[0].items():
+        torch.testing.assert_close(value, results[1][key], rtol=1e-6 if value.is_floating_point() else 0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_histogram_is_exact_at_its_edges(dtype: torch.dtype) -> None:
+    values = torch.randn(5000, 7, generator=torch.Generator().manual_seed(0)) * torch.logspace(-20, 9, 7)
+    values = values.to(dtype)
+    values[:40], values[0, :2] = 0, torch.tensor([-0.0, math.inf], dtype=dtype)
+    seen = batch()
+    seen._rows["product"] = values
+    d = counted(COLLECTORS["product"], seen).result()  # type: ignore[attr-defined]
+    x = values.double()
+    assert d.total == x.numel() and d.zeros == int((x == 0).sum())
+    assert d.positive == pytest.approx((x > 0).double().mean().item())
+    for i in (0, 1, 700, 2000, 2560, 2999, BINS - 1):
+        edge = edges()[i].item()
+        below = (x.abs() < edge).double().mean().item() if i else d.zero
+        assert d.below(edge) == pytest.approx(below, abs=1e-12), i
+
+
+def test_edges_are_log_spaced() -> None:
+    e = edges()
+    assert len(e) == BINS + 1 and e[0] == 2.0**-40 and e[-1] == 2.0**24 and e[64] == 2.0**-39
+    assert (e[1:] / e[:-1]).max() <= 1 + 1 / 64
+
+
+def test_thresholds_give_the_sparsity_that_was_asked_for() -> None:
+    """Never less, and no more than one bin more."""
+    seen = batch(masked=False)
+    product, gate = (counted(COLLECTORS[n], seen).result() for n in ("product", "gate"))  # type: ignore[attr-defined]
+    x, g = seen.taps["product"].abs(), seen.taps["gate"]
+    assert product.threshold(0.3) == 0  # half are zeros
+    for s in (0.55, 0.65, 0.8, 0.95):
+        t = product.threshold(s)
+        assert (x < t).double().mean() >= s > (x < t / (1 + 1 / 64)).double().mean()
+    for q in (0.05, 0.3, 0.6, 0.95):
+        t = gate.quantile(q)
+        assert (g <= t).double().mean() >= q - 1e-9 and (g <= t - abs(t) / 63).double().mean() < q
+
+
+def test_activity() -> None:
+    seen = batch()
+    state = counted(Activity, seen).state
+    gate, product = seen.taps["gate"][seen.mask], seen.taps["product"][seen.mask]
+    assert state["tokens"] == len(gate) == B * (T - 1) - 10
+    assert torch.equal(state["active"], (gate > 0).sum(0)) and torch.equal(state["nonzero"], (product != 0).sum(0))
+    torch.testing.assert_close(state["magnitude"], product.double().abs().sum(0), rtol=1e-6, atol=0)
+
+
+def test_reuse_token_by_token() -> None:
+    """Sets in Python; a window that touches a token that does not count is left out."""
+    seen = batch()
+    state = counted(Reuse, seen).state
+    active = [[set((row > 0).nonzero().flatten().tolist()) if m else None for row, m in zip(rows, mask, strict=True)]
+              for rows, mask in zip(seen.taps["gate"], seen.mask.tolist(), strict=True)]  # fmt: skip
+    pairs = [(a, b) for row in active for a, b in itertools.pairwise(row) if a is not None and b is not None]
+    assert state["shared"] == sum(len(a & b) for a, b in pairs) and state["after"] == sum(len(b) for _, b in pairs)
+    for w, union, windows in zip(WINDOWS, state["union"].tolist(), state["windows"].tolist(), strict=True):
+        found = [row[i : i + w] for row in active for i in range(1, T - w + 1, w)]
+        found = [f for f in found if None not in f]
+        assert windows == len(found) and union == sum(len(set().union(*f)) for f in found), w  # type: ignore[arg-type]
+
+
+def test_coactivation() -> None:
+    seen = batch()
+    a = (seen.taps["gate"][seen.mask] > 0).int()
+    pairs = counted(CoActivation, seen).state["pairs"]
+    assert pairs.dtype == torch.int32 and torch.equal(pairs, a.T @ a)
+
+
+def test_inputs() -> None:
+    seen = batch()
+    x, state = seen.taps["input"][seen.mask].double(), counted(Inputs, seen).state
+    torch.testing.assert_close(state["squares"], x.square().sum(0), rtol=1e-6, atol=0)
+    assert torch.equal(state["peak"], x.abs().amax(0))
+    assert state["norms"].item() == pytest.approx(x.norm(dim=1).sum().item())
+    assert state["largest"].item() == pytest.approx(x.norm(dim=1).max().item())
+
+
+def test_collapse() -> None:
+    """The mean over the tokens is the best rank-1 approximation of the form 1·x̄ᵀ; equal tokens leave nothing."""
+    seen = batch()
+    ratios = []
+    for x, mask in zip(seen.taps["hidden"], seen.mask, strict=True):
+        kept = x[mask].double()
+        ones = torch.ones(len(kept), 1, dtype=torch.float64)
+        best = ones @ torch.linalg.lstsq(ones, kept).solution
+        ratios.append(((kept - best).norm() / kept.norm()).item())
+    assert counted(Collapse, seen).state["ratios"].item() == pytest.approx(sum(ratios))
+    seen.taps["hidden"][:] = seen.taps["hidden"][:, :1]  # type: ignore[index]
+    assert counted(Collapse, seen).state["ratios"].item() < 1e-5
+
+
+def test_reservoir_keeps_the_sampled_tokens() -> None:
+    seen = batch()
+    rows = counted(Reservoir, seen).result()  # type: ignore[attr-defined]
+    assert seen.sampled.any() and not (seen.sampled & ~seen.mask).any()
+    assert all(torch.equal(rows[tap], seen.taps[tap][seen.sampled]) for tap in rows)

@@ -1,0 +1,176 @@
+"""What the taps show is what hooks on the whole stock model show, bit for bit, in every family.
+
+What could break it: gate and up in one matrix, weights that are transposed, an MLP without a module of its own, an
+output that the layer adds to in place, modules that transformers 5 renamed, experts that it fused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import LAYERS, MODELS, load, sample_ids, save_config, save_model
+
+from surgery.analysis.analyze import analyze
+from surgery.calibration.collectors import Seen
+from surgery.calibration.data import Sample
+from surgery.calibration.observe import tapped
+from surgery.calibration.walk import Walk
+from surgery.checkpoint import Checkpoint, make_plan, open_checkpoint, write
+from surgery.operations.upcycle import upcycle
+
+# Where a stock layer has gate, up and down; the rest is as in llama.
+PLACES = {
+    "gpt2": (None, "mlp.c_fc", "mlp.c_proj"), "opt": (None, "fc1", "fc2"), "nemotron": (None, "mlp.up_proj", "mlp.down_proj"),
+    "gpt_neox": (None, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"), "falcon": (None, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+    "phi3": ("mlp.gate_up_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+}  # fmt: skip
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3",
+            "gpt2", "opt", "gpt_neox", "falcon", "nemotron")  # fmt: skip
+IDS = sample_ids()
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+         "eos_token_id": 2, "initializer_range": 0.2}  # fmt: skip
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+                  "mlp_only_layers": [1]},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                  "shared_expert_intermediate_size": 40},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+
+
+def as_sample(ids: torch.Tensor = IDS, bos: int = 0) -> Sample:
+    return Sample(input_ids=ids, source="test", text=False, bos=bos)
+
+
+def seen_by_walk(checkpoint: Checkpoint) -> list[dict[str, torch.Tensor]]:
+    """The taps of each layer over IDS."""
+    walk, found = Walk(checkpoint, IDS), []
+    nothing = torch.zeros_like(IDS, dtype=torch.bool)
+    for layer in walk:
+        with tapped(layer.module, walk.blocks.family, checkpoint.text_config) as taps:
+            seen: list[Seen] = []
+            where = {"mask": ~nothing, "sampled": nothing, "index": IDS}
+            layer.run(lambda b, out: seen.append(taps.dense(**where, hidden=out)))  # noqa: B023
+        found.append({name: t.clone() for name, t in seen[0].taps.items()})
+    return found
+
+
+def seen_by_hooks(model: Any, places: tuple[str | None, str, str]) -> list[dict[str, torch.Tensor]]:
+    """The same from hooks on the whole model."""
+    layers = next(m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) == LAYERS)
+    found: list[dict[str, torch.Tensor]] = [{} for _ in layers]
+    gate, up, down = places
+    for layer, into in zip(layers, found, strict=True):
+
+        def hook(path: str, name: str, of_input: bool, layer: Any = layer, into: Any = into) -> None:
+            def keep(module: Any, inputs: Any, output: Any) -> None:
+                into[name] = (inputs[0] if of_input else output).reshape(*IDS.shape, -1).clone()
+
+            layer.get_submodule(path).register_forward_hook(keep)
+
+        hook(up, "input", True)
+        hook(up, "up" if gate else "gate", False)
+        hook(down, "product", True)
+        hook(down, "output", False)
+        if gate and gate != up:
+            hook(gate, "gate", False)
+        layer.register_forward_hook(
+            lambda m, i, out, into=into: into.update(hidden=out[0] if isinstance(out, tuple) else out)
+        )
+    with torch.no_grad():
+        model(IDS)
+    if gate and gate == up:
+        for into in found:
+            into["gate"], into["up"] = into["up"].chunk(2, dim=-1)
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_taps_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    assert name in MODELS
+    save_model(name, tmp_path)
+    model, _ = load(tmp_path)
+    expected = seen_by_hooks(model, PLACES.get(name, ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")))
+    got = seen_by_walk(open_checkpoint(tmp_path))
+    for layer, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert a.keys() == b.keys() and {"input", "gate", "product", "output", "hidden"} <= a.keys()
+        for tap in a:
+            assert torch.equal(a[tap], b[tap]), (layer, tap)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_router_load_is_that_of_the_stock_logits(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    save_config(transformers.AutoConfig.for_model(name, **SIZES, **MIXTURES[name]), tmp_path)
+    check_routers(tmp_path)
+
+
+def test_router_load_of_an_upcycled_model_before_it_is_written(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "dense")
+    dense = open_checkpoint(tmp_path / "dense")
+    moe = upcycle(dense, experts=4, top_k=2, router_std=0.3)
+    write(make_plan(moe), tmp_path / "moe", source=dense)
+    check_routers(tmp_path / "moe", moe)
+
+
+def check_routers(folder: Path, checkpoint: Checkpoint | None = None) -> None:
+    """Load, entropy and firing against the whole model, run eagerly with hooks on the experts' activations."""
+    model, _ = load(folder)
+    found = [layer.router for layer in analyze(checkpoint or open_checkpoint(folder), as_sample(bos=1)).layers]
+    with torch.no_grad():
+        logits = model(IDS, output_router_logits=True).router_logits
+    routers = [r for r in found if r]
+    assert len(routers) == len(logits) >= 2
+    for router, raw in zip(routers, logits, strict=True):
+        kept = raw.view(*IDS.shape, -1)[:, 1:].flatten(0, 1)
+        p = kept.float().softmax(-1)
+        assert torch.equal(router.load, torch.bincount(p.topk(2).indices.flatten(), minlength=4))
+        entropy = -(p * p.log()).sum(-1).mean().item() / torch.tensor(4.0).log().item()
+        assert router.entropy == pytest.approx(entropy, rel=1e-5)
+        if router.active is not None:
+            assert router.product and router.product.total == router.load.sum() * router.active.shape[1]
+            assert router.active.sum().item() == pytest.approx(router.gate.positive * router.gate.total)  # type: ignore[union-attr]
+
+
+def test_firing_of_each_expert(tmp_path: Path) -> None:
+    """Against a direct computation from the tensors on disk."""
+    import transformers
+
+    save_config(transformers.AutoConfig.for_model("mixtral", **SIZES, **MIXTURES["mixtral"]), tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    model, _ = load(tmp_path)
+    inputs: list[torch.Tensor] = []
+    for name, module in model.named_modules():
+        if name.endswith((".mlp.gate", ".block_sparse_moe.gate")):
+            module.register_forward_hook(lambda m, i, o: inputs.append(i[0].reshape(-1, 32)))
+    with torch.no_grad():
+        logits = model(IDS, output_router_logits=True).router_logits
+    for layer in analyze(checkpoint, as_sample()).layers:
+        chosen = logits[layer.index].softmax(-1).topk(2).indices
+        assert layer.router and layer.router.active is not None and layer.router.nonzero is not None
+        for e in range(4):
+            start = f"model.layers.{layer.index}.block_sparse_moe.experts.{e}"
+            w1 = checkpoint.tensors[f"{start}.w1.weight"].read()
+            gate = inputs[layer.index][(chosen == e).any(-1)] @ w1.T
+            assert torch.equal(layer.router.active[e], (gate > 0).sum(0))
+            assert (layer.router.nonzero[e] == len(gate)).all()
+
+
+def test_layers_that_are_not_routed_and_shared_experts_are_seen_as_mlps(tmp_path: Path) -> None:
+    import transformers
+
+    for name, parts in (
+        ("qwen3_moe", [(None, 4), ("mlp", None), (None, 4)]),
+        ("qwen2_moe", [("shared expert", 4)] * 3),
+    ):
+        save_config(transformers.AutoConfig.for_model(name, **SIZES, **MIXTURES[name]), tmp_path / name)
+        layers = analyze(open_checkpoint(tmp_path / name), as_sample()).layers
+        assert [(x.mlp and x.mlp.part, x.router and x.router.experts) for x in layers] == parts
+    assert layers[0].mlp and layers[0].mlp.width == 40
