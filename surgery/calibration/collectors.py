@@ -14,8 +14,8 @@ Shapes: b sequences of a batch, T positions, n tokens that count, H hidden_size,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 BINS, LOWEST, OCTAVES = 4096, -40, 64  # 64 bins an octave, from 2^-40 to 2^24; what is beyond falls into the end bins
+BLOCK = 2**18  # elements looked at together on a CPU
 WINDOWS = (2, 4, 8, 16, 32, 64)  # tokens
 
 
@@ -42,21 +43,45 @@ class Seen:
     router_logits: Tensor | None = None  # [n, E]
     selected: Tensor | None = None  # [n, k]
     expert: Tensor | None = None
-    _rows: dict[str, Tensor] = field(default_factory=dict)
 
-    def rows(self, tap: str) -> Tensor:
-        """The tokens that count [n, ·]."""
-        if tap not in self._rows:
-            x = self.taps[tap]
-            counted = x if x.ndim == 2 else x.flatten(0, 1) if self.mask.all() else x[self.mask]
-            self._rows[tap] = counted
-        return self._rows[tap]
+    def rows(self, tap: str) -> Iterator[Tensor]:
+        """The tokens that count, [n, ·] at a time: on a CPU few enough for what is computed of them to stay in its cache."""
+        x = self.taps[tap]
+        parts = (x,) if x.ndim == 2 else (sequence[kept] for sequence, kept in zip(x, self.kept, strict=True))
+        if x.device.type == "cpu":
+            return (block for part in parts for block in part.split(max(1, BLOCK // x.shape[-1])))
+        return iter((torch.cat(list(parts)),))
+
+    @cached_property
+    def kept(self) -> list[slice | Tensor]:
+        """What the mask leaves of each sequence; a slice, which copies nothing, where that is all in one place."""
+        found: list[slice | Tensor] = []
+        for mask in self.mask:
+            where = mask.nonzero().flatten().tolist()
+            together = bool(where) and where[-1] - where[0] + 1 == len(where)
+            found.append(slice(where[0], where[-1] + 1) if together else mask)
+        return found
+
+    def count_zeros(self, tap: str) -> int:
+        """Exact zeros. Most taps have none, and the smallest magnitude says so four times faster than counting."""
+        return sum(0 if x.abs().min() > 0 else x.numel() - int(torch.count_nonzero(x)) for x in self.rows(tap) if len(x))
+
+    @property
+    def tokens(self) -> int:
+        """How many count."""
+        return int(self.mask.sum())
+
+    @cached_property
+    def zeros(self) -> int:
+        """Exact zeros among the products."""
+        return self.count_zeros("product")
 
     @cached_property
     def active(self) -> Tensor:
         """gate > 0 [b, T, F], False where a token does not count."""
-        active = self.taps["gate"] > 0
-        return active if self.mask.all() else active & self.mask[..., None]
+        active = _positive(self.taps["gate"])
+        active[~self.mask] = False
+        return active
 
 
 class Collector:
@@ -99,20 +124,16 @@ class Histogram(Collector):
         self.tap = tap
 
     def update(self, seen: Seen) -> None:
-        x = seen.rows(self.tap)
-        zeros = x.numel() - torch.count_nonzero(x).cpu()
-        self.add("counts", _binned(x, zeros))
-        self.add("zeros", zeros)
+        zeros = seen.zeros if self.tap == "product" else seen.count_zeros(self.tap)
+        self.add("counts", _binned(seen.rows(self.tap), zeros))
+        self.add("zeros", torch.tensor(zeros))
 
     def result(self) -> Distribution:
         return Distribution(counts=self.state["counts"], zeros=int(self.state["zeros"]))
 
 
-def _binned(x: Tensor, zeros: Tensor) -> Tensor:
-    """By the upper half of the fp32 bit pattern (all of it in bf16): sign, 8 bits of exponent, 7 of mantissa."""
-    x = x.contiguous() if x.dtype in (torch.float32, torch.bfloat16) else x.float().contiguous()
-    upper = x.view(torch.int16)[..., 1::2] if x.dtype == torch.float32 else x.view(torch.int16)
-    counts = torch.bincount((upper.to(torch.int32) & 0xFFFF).flatten(), minlength=2**16).cpu().view(2, 2**15)
+def _binned(rows: Iterable[Tensor], zeros: int) -> Tensor:
+    counts = sum((_patterns(x) for x in rows), torch.zeros(2**16, dtype=torch.int64)).view(2, 2**15)
     first, last = (LOWEST + 127) << 7, (LOWEST + OCTAVES + 127) << 7
     bins = counts[:, first:last].reshape(2, BINS, -1).sum(2)
     bins[:, 0] += counts[:, :first].sum(1)
@@ -120,6 +141,13 @@ def _binned(x: Tensor, zeros: Tensor) -> Tensor:
     bins[1, 0] -= counts[1, 0]  # zeros have a sign too: they leave both halves
     bins[0, 0] += counts[1, 0] - zeros
     return bins
+
+
+def _patterns(x: Tensor) -> Tensor:
+    """Counts of the upper half of the fp32 bit pattern (all of it in bf16): sign, 8 bits of exponent, 7 of mantissa."""
+    x = x.contiguous() if x.dtype in (torch.float32, torch.bfloat16) else x.float()
+    upper = x.view(torch.uint16)[..., 1::2] if x.dtype == torch.float32 else x.view(torch.uint16)
+    return torch.bincount(upper.to(torch.int32).flatten(), minlength=2**16).cpu()
 
 
 def edges() -> Tensor:
@@ -179,11 +207,15 @@ class Activity(Collector):
     """Per neuron [F]: tokens with gate > 0 (`active`), tokens with h != 0 (`nonzero`), the sum of |h| (`magnitude`)."""
 
     def update(self, seen: Seen) -> None:
-        product = seen.rows("product")
+        tokens, width = seen.tokens, seen.taps["product"].shape[-1]
         self.add("active", _count(seen.active.flatten(0, 1)))
-        self.add("nonzero", _count(product != 0))
-        self.add("magnitude", product.abs().sum(0, dtype=torch.float32))
-        self.add("tokens", torch.tensor(len(product)))
+        for x in seen.rows("product") if seen.zeros else ():
+            self.add("nonzero", _count(x != 0))
+        if not seen.zeros:
+            self.add("nonzero", torch.full((width,), tokens))
+        for x in seen.rows("product"):
+            self.add("magnitude", x.abs().sum(0, dtype=torch.float32))
+        self.add("tokens", torch.tensor(tokens))
 
 
 class Reuse(Collector):
@@ -193,7 +225,7 @@ class Reuse(Collector):
 
     def update(self, seen: Seen) -> None:
         active, mask = seen.active, seen.mask
-        size = active.sum(-1)
+        size = active.view(torch.uint8).sum(-1, dtype=torch.int32)
         self.add("shared", torch.count_nonzero(active[:, 1:] & active[:, :-1]))
         self.add("after", size[:, 1:][mask[:, :-1]].sum())
         start = int(mask.any(0).to(torch.int32).argmax())
@@ -203,7 +235,7 @@ class Reuse(Collector):
             even = mask.shape[1] // 2 * 2
             mask = mask[:, 0:even:2] & mask[:, 1:even:2]
             active = active[:, 0:even:2] | active[:, 1:even:2]
-            unions.append(active.flatten(2).sum(-1)[mask].sum())
+            unions.append(torch.count_nonzero(active if mask.all() else active & mask[..., None]))
             windows.append(mask.sum())
         self.add("union", torch.stack(unions))
         self.add("windows", torch.stack(windows))
@@ -219,9 +251,17 @@ class CoActivation(Collector):
         self.add("pairs", (rows.T @ rows).round().to(torch.int32))
 
 
+def _positive(x: Tensor) -> Tensor:
+    """x > 0, as integers compare twice as fast: the sign bit is the same."""
+    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()]) > 0
+
+
 def _count(rows: Tensor) -> Tensor:
-    """True rows of [n, F] by column."""
-    return rows.view(torch.uint8).sum(0, dtype=torch.int32)  # three times as fast as the sum of booleans
+    """True rows of [n, F] by column. Bytes are summed within bytes, of at most 255 rows: ten times faster."""
+    rows = rows.view(torch.uint8)
+    whole = len(rows) // 128 * 128
+    blocks = rows[:whole].unflatten(0, (-1, 128)).sum(1, dtype=torch.uint8).sum(0, dtype=torch.int32)
+    return blocks + rows[whole:].sum(0, dtype=torch.int32)
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -234,14 +274,15 @@ class Inputs(Collector):
     merged_by: ClassVar = {"peak": "max", "largest": "max"}
 
     def update(self, seen: Seen) -> None:
-        x = seen.rows("input").float()
-        squares = x.square()
-        norms = squares.sum(1).sqrt()
-        self.add("squares", squares.sum(0))
-        self.add("peak", x.abs().amax(0))
-        self.add("norms", norms.sum())
-        self.add("largest", norms.max())
-        self.add("tokens", torch.tensor(len(x)))
+        for rows in seen.rows("input"):
+            x = rows.float()
+            squares = x.square()
+            norms = squares.sum(1).sqrt()
+            self.add("squares", squares.sum(0))
+            self.add("peak", x.abs().amax(0))
+            self.add("norms", norms.sum())
+            self.add("largest", norms.max())
+        self.add("tokens", torch.tensor(seen.tokens))
 
 
 class Collapse(Collector):
@@ -296,8 +337,8 @@ class Routing(Collector):
             log_p = seen.router_logits.float().log_softmax(-1)
             self.add("entropy", -(log_p.exp() * log_p).sum())
         if seen.expert is not None:
-            self.add("active", self._by_expert(seen.rows("gate") > 0, seen.expert))
-            self.add("nonzero", self._by_expert(seen.rows("product") != 0, seen.expert))
+            self.add("active", self._by_expert(seen.taps["gate"] > 0, seen.expert))
+            self.add("nonzero", self._by_expert(seen.taps["product"] != 0, seen.expert))
 
     def _by_expert(self, rows: Tensor, expert: Tensor) -> Tensor:
         out = torch.zeros(self.experts, rows.shape[1], dtype=torch.int32, device=rows.device)

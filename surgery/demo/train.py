@@ -1,4 +1,3 @@
-# ruff: noqa: T201
 """Train the demo model: a 3.5 M parameter SwiGLU Llama on State of the Union messages, 45 minutes on one CPU core.
 
   pip install torch==2.13.0 transformers==5.24.0 accelerate

@@ -90,7 +90,7 @@ def test_histogram_is_exact_at_its_edges(dtype: torch.dtype) -> None:
     values = values.to(dtype)
     values[:40], values[0, :2] = 0, torch.tensor([-0.0, math.inf], dtype=dtype)
     seen = batch()
-    seen._rows["product"] = values
+    seen.taps = {"product": values}
     d = counted(COLLECTORS["product"], seen).result()  # type: ignore[attr-defined]
     x = values.double()
     assert d.total == x.numel() and d.zeros == int((x == 0).sum())
