@@ -1,9 +1,8 @@
 """What the MLPs of a model do on text: one walk through its layers, with the collectors looking.
 
 An MLP is h = act(gate_proj x) ⊙ up_proj x, y = down_proj h (without a gate: h = act(up_proj x)). *gate* is the
-pre-activation, *product* is h. Every figure is of the sample's tokens, but for the beginning-of-sequence token and
-padding: the first draws attention that no other token does, and norms to match. It is prefill, as one pass computes
-it; decoding sees the same values token by token.
+pre-activation, *product* is h. Every figure is of the sample's tokens but for the first of each sequence (Sample.mask).
+It is prefill, as one pass computes it; decoding sees the same values token by token.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from surgery.calibration.data import Sample
 from surgery.calibration.observe import Taps, tapped
 from surgery.calibration.walk import Layer, Walk
 from surgery.checkpoint import Checkpoint
+from surgery.errors import UsageError
 from surgery.families import Family
 
 CETT = (0.1, 0.2)
@@ -204,11 +204,8 @@ class Analysis:
         """Exact zeros, and what CETT allows, under each kernel that could make use of them."""
         if not self.mlps:
             return []
-        found = [self.saving("exact zeros", "gate first", lambda m: m.product.zero)]
-        for cett in CETT:
-            for kernel in ("down only", "foreseen"):
-                found.append(self.saving(f"CETT {cett}", kernel, lambda m, cett=cett: m.at(cett).sparsity))  # type: ignore[misc]
-        return found
+        tails = [(f"CETT {c}", kernel, at_cett(c)) for c in CETT for kernel in ("down only", "foreseen")]
+        return [self.saving(*s) for s in (("exact zeros", "gate first", exact_zeros), *tails)]
 
     def saving(self, rule: str, kernel: str, value: Callable[[Mlp], float]) -> Saving:
         before, left = Work(0, 0), Work(0, 0)
@@ -223,9 +220,9 @@ class Analysis:
     def as_dict(self, device: Device) -> dict[str, Any]:
         """For JSON; `device` is what the savings are timed on, one sequence at a time."""
         totals = {} if not self.mlps else {
-            "exact_zero": self.mean(lambda m: m.product.zero), "firing_rate": self.mean(lambda m: m.gate.positive),
+            "exact_zero": self.mean(exact_zeros), "firing_rate": self.mean(lambda m: m.gate.positive),
             "dead": sum(int((m.active == 0).sum()) for m in self.mlps), "neurons": sum(m.width for m in self.mlps),
-            **{f"sparsity_at_cett_{c}": self.mean(lambda m, c=c: m.at(c).sparsity) for c in CETT},  # type: ignore[misc]
+            **{f"sparsity_at_cett_{c}": self.mean(at_cett(c)) for c in CETT},
         }  # fmt: skip
         return _finite({
             "source": self.source, "model_type": self.model_type, "activation": self.activation, "dtype": self.dtype,
@@ -245,12 +242,26 @@ class Analysis:
 
     def save(self, folder: Path, device: Device) -> None:
         """analysis.safetensors and analysis.json."""
-        from safetensors.torch import save_file
-
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({n: t.contiguous() for n, t in self.tensors().items()}, folder / "analysis.safetensors")
+        save_tensors(self.tensors(), folder / "analysis.safetensors")
         text = json.dumps(self.as_dict(device), indent=2, ensure_ascii=False)
         (folder / "analysis.json").write_text(text + "\n", encoding="utf-8")
+
+
+def exact_zeros(mlp: Mlp) -> float:
+    return mlp.product.zero
+
+
+def at_cett(cett: float) -> Callable[[Mlp], float]:
+    """The sparsity at that error."""
+    return lambda mlp: mlp.at(cett).sparsity
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """With the permissions of any other file: `save_file` leaves 0600."""
+    from safetensors.torch import save
+
+    path.write_bytes(save({n: t.contiguous() for n, t in tensors.items()}))
 
 
 def _spread(d: Distribution) -> dict[str, Any]:
@@ -330,8 +341,12 @@ def analyze(checkpoint: Checkpoint, sample: Sample, *, dtype: torch.dtype = torc
     `coactivation` is given AᵀA of each layer, which would not fit in memory for all of them. `seed` chooses the tokens
     of the reservoir. Hidden states beyond `memory_budget` bytes go to a temporary file.
     """
-    walk = Walk(checkpoint, sample.input_ids, dtype=dtype, device=device, memory_budget=memory_budget)
     weights = weigh(checkpoint, checkpoint.config)
+    widest = max((w for layer in weights.layers for w in layer.widths.values()), default=0)
+    if coactivation is not None and widest > LARGEST_COACTIVATION:
+        raise UsageError(f"the co-activation of {widest:,} neurons takes {4e-9 * widest**2:.1f} GB a layer",
+                         f"it is counted for {LARGEST_COACTIVATION:,} at most: leave it out")  # fmt: skip
+    walk = Walk(checkpoint, sample.input_ids, dtype=dtype, device=device, memory_budget=memory_budget)
     where = _batches(sample, walk, seed)
     layers = []
     for layer in walk:

@@ -29,7 +29,7 @@ WINDOWS = (2, 4, 8, 16, 32, 64)  # tokens
 
 @dataclass(kw_only=True)
 class Seen:
-    """One batch in one MLP, as it computed it. `mask` [b, T] is False at tokens that do not count (BOS, padding).
+    """One batch in one MLP, as it computed it. `mask` [b, T] is False at tokens that do not count.
 
     `taps` are [b, T, ·]: input [H], gate (pre-activation) [F], up [F] where there is a gate, product [F], output [H];
     hidden [H] is the residual stream after the layer. In a mixture the taps gate and product are [n·k, F], the rows of
@@ -64,7 +64,9 @@ class Seen:
 
     def count_zeros(self, tap: str) -> int:
         """Exact zeros. Most taps have none, and the smallest magnitude says so four times faster than counting."""
-        return sum(0 if x.abs().min() > 0 else x.numel() - int(torch.count_nonzero(x)) for x in self.rows(tap) if len(x))
+        return sum(
+            0 if x.abs().min() > 0 else x.numel() - int(torch.count_nonzero(x)) for x in self.rows(tap) if len(x)
+        )
 
     @property
     def tokens(self) -> int:

@@ -33,18 +33,17 @@ SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")  # files th
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """`input_ids` [B, T], the first `bos` of each the beginning-of-sequence token. `text` is False where they are random;
-    `source` says in words what they are."""
+    """`input_ids` [B, T]. `text` is False where they are random; `source` says in words what they are."""
 
     input_ids: Tensor
     source: str
     text: bool
-    bos: int = 0
 
     @property
     def mask(self) -> Tensor:
-        """[B, T], False at the beginning-of-sequence token: statistics leave it out."""
-        return (torch.arange(self.input_ids.shape[1]) >= self.bos).expand(self.input_ids.shape)
+        """[B, T], False where statistics leave a token out: at the first of a sequence, BOS or whatever stands there
+        without one. Attention sinks into it, and its norm can be a hundred times the others'."""
+        return (torch.arange(self.input_ids.shape[1]) > 0).expand(self.input_ids.shape)
 
     @property
     def sha256(self) -> str:
@@ -66,6 +65,8 @@ def sample_ids(checkpoint: Checkpoint, *, tokens: int, sequence_length: int, spl
     """
     rows = max(1, tokens // sequence_length)
     tokenizer, reason = _load_tokenizer(checkpoint)
+    if tokenizer is None and (file or dataset):
+        raise SurgeryError(f"{file or dataset} cannot be tokenized: {reason}", "add the tokenizer's files to the checkpoint")
     if tokenizer is None:
         vocab_size = parse_config(checkpoint).get_text_config().vocab_size
         generator = torch.Generator().manual_seed(seed)
@@ -81,7 +82,7 @@ def sample_ids(checkpoint: Checkpoint, *, tokens: int, sequence_length: int, spl
     rows = min(rows, len(ids) // sequence_length)
     ids = ids[: rows * sequence_length].view(rows, sequence_length)
     bos = torch.tensor(_bos(tokenizer), dtype=torch.long).expand(rows, -1)
-    return Sample(input_ids=torch.cat([bos, ids], dim=1), source=name, text=True, bos=bos.shape[1])
+    return Sample(input_ids=torch.cat([bos, ids], dim=1), source=name, text=True)
 
 
 def _tokenize(tokenizer: Any, texts: Iterable[str], wanted: int) -> Tensor:

@@ -76,10 +76,13 @@ def side_file(name: str, data: bytes) -> bytes:
     """The bytes of a side file, unchanged but for a tokenizer class that transformers 4 does not have."""
     if name != "tokenizer_config.json" or b"TokenizersBackend" not in data:
         return data
-    config = json.loads(data)
-    if config.get("tokenizer_class") == "TokenizersBackend":
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    return dump(config)
+    try:
+        config = json.loads(data)
+    except ValueError:
+        return data  # as broken as it was
+    if not isinstance(config, dict) or config.get("tokenizer_class") != "TokenizersBackend":
+        return data
+    return dump(config | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def dump(value: Any) -> bytes:

@@ -39,7 +39,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What was written where: the sha256 of each shard (where asked for), how many an earlier run had finished."""
+    """What was written where: the sha256 of each shard (where asked for), how many shards an earlier run had finished."""
 
     folder: Path
     sha256: dict[str, str | None]
@@ -64,9 +64,9 @@ def write(plan: Plan, out: Path, *, source: Checkpoint, hardlink: bool = False, 
         for name in plan.small:
             if name not in (INDEX, "config.json"):
                 _write_small(out / name, plan.small[name])
-        sha256 = {
-            s.name: None if s.name in done else _write_shard(s, out, hardlink, hashed, progress) for s in plan.shards
-        }
+        progress(sum(s.nbytes for s in plan.shards if s.name in done))
+        todo = [s for s in plan.shards if s.name not in done]
+        sha256 = {s.name: _write_shard(s, out, hardlink, hashed, progress) for s in todo}
         for name in (INDEX, "config.json"):
             if name in plan.small:
                 _write_small(out / name, plan.small[name])

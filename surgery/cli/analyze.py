@@ -119,8 +119,8 @@ def _show(found: Analysis, timed_on: Device, out: Path | None) -> None:
 
 def _sink(out: Path) -> Callable[[int, Tensor], None]:
     """Writes the co-activation of a layer as it comes: coactivation/layer-3.safetensors."""
-    from safetensors.torch import save_file
+    from surgery.analysis.analyze import save_tensors
 
     folder = out / "coactivation"
     folder.mkdir(parents=True, exist_ok=True)
-    return lambda layer, pairs: save_file({"pairs": pairs}, folder / f"layer-{layer}.safetensors")
+    return lambda layer, pairs: save_tensors({"pairs": pairs}, folder / f"layer-{layer}.safetensors")

@@ -8,8 +8,10 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from surgery.analysis.analyze import CETT, Analysis, Mlp, Router
+from surgery.analysis.analyze import ALWAYS, CETT, Analysis, Mlp, Router, at_cett, exact_zeros
 from surgery.analysis.devices import Device
+from surgery.analysis.sparsity import hot_share
+from surgery.report.inspection import quantity
 
 
 def tables(analysis: Analysis, device: Device) -> Iterator[RenderableType]:
@@ -17,7 +19,7 @@ def tables(analysis: Analysis, device: Device) -> Iterator[RenderableType]:
     shape = analysis.sample.input_ids.shape
     yield finding(analysis)
     yield (f"{analysis.source} · {analysis.model_type}, {analysis.activation} · {shape[0]} × {shape[1]} tokens of "
-           f"{analysis.sample.source} · {analysis.dtype}\n")  # fmt: skip
+           f"{analysis.sample.source} (sha256 {analysis.sample.sha256[:12]}…) · {analysis.dtype}\n")  # fmt: skip
     if analysis.mlps:
         yield _by_layer(analysis)
         yield ("active: the gate's pre-activation is positive · CETT: error of the MLP's output when the smallest products are\n"
@@ -36,10 +38,10 @@ def finding(a: Analysis) -> str:
     if not a.mlps:
         busiest = max(r.busiest for r in a.routers)
         return f"The busiest expert of a layer gets up to {busiest:.1f} times its share of the tokens"
-    zero, at = a.mean(lambda m: m.product.zero), a.mean(lambda m: m.at(CETT[1]).sparsity)
+    zero, at = a.mean(exact_zeros), a.mean(at_cett(CETT[1]))
     if zero >= 0.01:
         return f"{zero:.0%} of the products are exact zeros; at a CETT of {CETT[1]}, {at:.0%} could be left out"
-    few = f"Only {zero:.1g} of the products are exact zeros" if zero else "No product is an exact zero"
+    few = "Hardly a product is an exact zero" if zero else "No product is an exact zero"
     return f"{few}; {at:.0%} could be left out at a CETT of {CETT[1]}"
 
 
@@ -47,7 +49,7 @@ def notes(a: Analysis) -> Iterator[str]:
     """What the reader should know."""
     if not a.sample.text:
         yield "the tokens are random: rates and sparsities of real text are others"
-    if a.mlps and a.mean(lambda m: m.product.zero) < 0.01:
+    if a.mlps and a.mean(exact_zeros) < 0.01:
         yield (f"{a.activation} gives no zeros: skipping products changes the output, and what CETT allows must be checked by "
                "perplexity; `surgery relufy` makes zeros, and needs training after it")  # fmt: skip
     for layer in a.layers:
@@ -74,16 +76,12 @@ def _by_layer(a: Analysis) -> Table:
             shared = "" if layer.mlp.part == "mlp" else " shared"
             table.add_row(f"{layer.index}{shared}", *_mlp_row(layer.mlp), f"{layer.residual:.2f}")
     table.add_section()
-    cells = [a.mean(lambda m: m.product.zero), a.mean(lambda m: m.gate.positive)]
-    cells += [a.mean(lambda m, c=c: m.at(c).sparsity) for c in CETT]  # type: ignore[misc]
+    cells = [a.mean(exact_zeros), a.mean(lambda m: m.gate.positive), *(a.mean(at_cett(c)) for c in CETT)]
     table.add_row("all", "", *(f"{c:.1%}" for c in cells), style="bold")
     return table
 
 
 def _mlp_row(m: Mlp) -> list[str]:
-    from surgery.analysis.analyze import ALWAYS
-    from surgery.analysis.sparsity import hot_share
-
     return [
         f"{m.width:,}", f"{m.product.zero:.1%}", f"{m.gate.positive:.1%}", *(f"{m.at(c).sparsity:.1%}" for c in CETT),
         str(int((m.active == 0).sum())), str(int((m.rate > ALWAYS).sum())), f"{hot_share(m.active):.0%}",
@@ -113,15 +111,15 @@ def _savings(a: Analysis, device: Device) -> Table:
     )
     before = a.savings[0].before
     table.add_row(
-        "nothing", "", "", _si(before.nbytes, "B"), _si(before.flops, ""), f"{1e3 * before.seconds(device):.3g}", ""
+        "nothing",
+        "",
+        "",
+        quantity(before.nbytes, "B"),
+        quantity(before.flops, "FLOP"),
+        f"{1e3 * before.seconds(device):.3g}",
+        "",
     )
     for s in a.savings:
-        table.add_row(s.rule, s.kernel, f"{s.sparsity:.1%}", _si(s.after.nbytes, "B"), _si(s.after.flops, ""),
+        table.add_row(s.rule, s.kernel, f"{s.sparsity:.1%}", quantity(s.after.nbytes, "B"), quantity(s.after.flops, "FLOP"),
                       f"{1e3 * s.after.seconds(device):.3g}", f"{s.after.nbytes / s.before.nbytes:.0%}")  # fmt: skip
     return table
-
-
-def _si(value: float, unit: str) -> str:
-    from surgery.report.inspection import quantity
-
-    return quantity(value, unit or "FLOP")

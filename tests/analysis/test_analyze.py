@@ -27,7 +27,7 @@ from surgery.operations.relufy import relufy
 from surgery.report import analysis as report
 
 IDS = sample_ids()
-SAMPLE = Sample(input_ids=IDS, source="test", text=False, bos=1)
+SAMPLE = Sample(input_ids=IDS, source="test", text=False)
 H100 = DEVICES["h100"]
 
 
