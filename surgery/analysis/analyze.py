@@ -25,7 +25,7 @@ from surgery.calibration import collectors
 from surgery.calibration.collectors import Collapse, Collector, Distribution, Histogram, edges, update_all
 from surgery.calibration.data import Sample
 from surgery.calibration.observe import Taps, tapped
-from surgery.calibration.walk import Layer, Walk
+from surgery.calibration.walk import Layer, Walk, processes
 from surgery.checkpoint import Checkpoint
 from surgery.errors import UsageError
 from surgery.families import Family
@@ -34,6 +34,7 @@ CETT = (0.1, 0.2)
 SPARSITIES = (0.25, 0.4, 0.5, 0.65, 0.8, 0.9, 0.95)
 NEAR_ZERO = (1e-3, 1e-2, 1e-1)
 ALWAYS = 0.99  # a neuron that is active for more of the tokens is called always active
+EVERY = 4  # the histograms of gate, up and input are of every fourth token; that of the product is of all
 SAMPLED = 512  # tokens of the reservoir
 LARGEST_COACTIVATION = 16384  # neurons: 1 GiB of int32
 Progress = Callable[[int, int], None]  # layers done, of how many
@@ -85,7 +86,7 @@ class Mlp:
             "gate": _spread(self.gate) | {"positive": self.gate.positive, "activated_zero": self.gate_zero,
                                           "quantiles": {str(s): self.gate.quantile(s) for s in SPARSITIES}},
             "up": self.up and _spread(self.up), "input": _spread(self.input),
-            "firing_rate": self.rate.mean().item(), "dead": int((self.active == 0).sum()),
+            "firing_rate": firing_rate(self), "dead": int((self.active == 0).sum()),
             "always": int((self.rate > ALWAYS).sum()),
             "hot_80": {"firing": sparsity.hot_share(self.active), "mass": sparsity.hot_share(self.mass)},
             "gini": {"firing": sparsity.gini(self.active), "mass": sparsity.gini(self.mass)},
@@ -220,7 +221,7 @@ class Analysis:
     def as_dict(self, device: Device) -> dict[str, Any]:
         """For JSON; `device` is what the savings are timed on, one sequence at a time."""
         totals = {} if not self.mlps else {
-            "exact_zero": self.mean(exact_zeros), "firing_rate": self.mean(lambda m: m.gate.positive),
+            "exact_zero": self.mean(exact_zeros), "firing_rate": self.mean(firing_rate),
             "dead": sum(int((m.active == 0).sum()) for m in self.mlps), "neurons": sum(m.width for m in self.mlps),
             **{f"sparsity_at_cett_{c}": self.mean(at_cett(c)) for c in CETT},
         }  # fmt: skip
@@ -246,6 +247,10 @@ class Analysis:
         save_tensors(self.tensors(), folder / "analysis.safetensors")
         text = json.dumps(self.as_dict(device), indent=2, ensure_ascii=False)
         (folder / "analysis.json").write_text(text + "\n", encoding="utf-8")
+
+
+def firing_rate(mlp: Mlp) -> float:
+    return mlp.rate.mean().item()
 
 
 def exact_zeros(mlp: Mlp) -> float:
@@ -315,7 +320,7 @@ class _Observers:
         found = cls()
         if taps.parts.down is not None:
             taps_of = ("product", "gate", "input", *(("up",) if taps.family.gated else ()))
-            found.dense = {name: Histogram(name) for name in taps_of}
+            found.dense = {name: Histogram(name, 1 if name == "product" else EVERY) for name in taps_of}
             found.dense |= {name: make() for name, make in _DENSE.items() if coactivation or name != "coactivation"}
         if taps.parts.router is not None:
             found.routed = {"routing": collectors.Routing(taps.experts)}
@@ -339,15 +344,17 @@ def analyze(checkpoint: Checkpoint, sample: Sample, *, dtype: torch.dtype = torc
     """Walk the checkpoint over the sample and count.
 
     `coactivation` is given AᵀA of each layer, which would not fit in memory for all of them. `seed` chooses the tokens
-    of the reservoir. Hidden states beyond `memory_budget` bytes go to a temporary file.
+    of the reservoir. Where torch.distributed is up, each process takes its part of the sequences and all of them return
+    the same. Hidden states beyond `memory_budget` bytes go to a temporary file.
     """
     weights = weigh(checkpoint, checkpoint.config)
     widest = max((w for layer in weights.layers for w in layer.widths.values()), default=0)
     if coactivation is not None and widest > LARGEST_COACTIVATION:
         raise UsageError(f"the co-activation of {widest:,} neurons takes {4e-9 * widest**2:.1f} GB a layer",
                          f"it is counted for {LARGEST_COACTIVATION:,} at most: leave it out")  # fmt: skip
-    walk = Walk(checkpoint, sample.input_ids, dtype=dtype, device=device, memory_budget=memory_budget)
-    where = _batches(sample, walk, seed)
+    mine = _mine(sample)
+    walk = Walk(checkpoint, sample.input_ids[mine], dtype=dtype, device=device, memory_budget=memory_budget)
+    where = _batches(sample, walk, mine, seed)
     layers = []
     for layer in walk:
         layers.append(_observe(layer, walk, where, weights.activation, coactivation))
@@ -356,7 +363,15 @@ def analyze(checkpoint: Checkpoint, sample: Sample, *, dtype: torch.dtype = torc
                     dtype=str(dtype).removeprefix("torch."), sample=sample, layers=tuple(layers), weights=weights)  # fmt: skip
 
 
-def _batches(sample: Sample, walk: Walk, seed: int) -> list[dict[str, Tensor]]:
+def _mine(sample: Sample) -> slice:
+    """The sequences of this process."""
+    rank, world = processes()
+    if world > len(sample.input_ids):
+        raise UsageError(f"{world} processes cannot share {len(sample.input_ids)} sequences", "give more --tokens")
+    return slice(rank, None, world)
+
+
+def _batches(sample: Sample, walk: Walk, mine: slice, seed: int) -> list[dict[str, Tensor]]:
     """mask, sampled and index of each batch. The reservoir is drawn from the tokens that count, once for all layers."""
     mask = sample.mask
     index = torch.arange(mask.numel()).view_as(mask)
@@ -364,7 +379,7 @@ def _batches(sample: Sample, walk: Walk, seed: int) -> list[dict[str, Tensor]]:
     drawn = counted[torch.randperm(len(counted), generator=torch.Generator().manual_seed(seed))[:SAMPLED]]
     sampled = torch.isin(index, drawn)
     sizes = [len(h) for h in walk.hidden]
-    parts = zip(*(t.to(walk.device).split(sizes) for t in (mask, sampled, index)), strict=True)
+    parts = zip(*(t[mine].to(walk.device).split(sizes) for t in (mask, sampled, index)), strict=True)
     return [{"mask": m, "sampled": s, "index": i} for m, s, i in parts]
 
 
@@ -374,7 +389,10 @@ def _observe(layer: Layer, walk: Walk, where: list[dict[str, Tensor]], activatio
     with tapped(layer.module, family, config) as taps:
         seen = _Observers.of(taps, coactivation is not None)
         layer.run(lambda b, hidden: seen.update(taps, {**where[b], "hidden": hidden}))
-    if coactivation is not None and "coactivation" in seen.dense:
+    if processes()[1] > 1:
+        for collector in (*seen.dense.values(), *seen.routed.values(), seen.stream):
+            collector.gather()
+    if coactivation is not None and "coactivation" in seen.dense and processes()[0] == 0:
         coactivation(layer.index, seen.dense["coactivation"].state["pairs"])
     mlp = _mlp(seen.dense, taps, family, activation) if seen.dense else None
     router = _routed(seen.routed, taps) if seen.routed else None

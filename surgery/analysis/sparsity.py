@@ -121,12 +121,12 @@ def _exact(activation: str, gated: bool, switching: float) -> str:
 
 
 def _ridge(x: Tensor, y: Tensor, held_out: Tensor) -> float:
-    """R² on the held-out rows, of the best of the penalties RIDGE; solved in the space of the tokens."""
+    """R² on the held-out rows, of the best of the penalties RIDGE and of the mean alone; solved in the space of the tokens."""
     x, y = x - x[~held_out].mean(0), y - y[~held_out].mean(0)
     x_fit, y_fit, x_test, y_test = x[~held_out], y[~held_out], x[held_out], y[held_out]
     values, vectors = torch.linalg.eigh(x_fit @ x_fit.T)
     left, right = x_test @ x_fit.T @ vectors, vectors.T @ y_fit
-    errors = [y_test - left @ (right / (values + c * values.mean())[:, None]) for c in RIDGE]
+    errors = [y_test] + [y_test - left @ (right / (values + c * values.mean())[:, None]) for c in RIDGE]
     return (1 - torch.stack([e.square().sum() for e in errors]).min() / y_test.square().sum()).item()
 
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 BINS, LOWEST, OCTAVES = 4096, -40, 64  # 64 bins an octave, from 2^-40 to 2^24; what is beyond falls into the end bins
 BLOCK = 2**18  # elements looked at together on a CPU
@@ -44,46 +44,37 @@ class Seen:
     selected: Tensor | None = None  # [n, k]
     expert: Tensor | None = None
 
-    def rows(self, tap: str) -> Iterator[Tensor]:
-        """The tokens that count, [n, ·] at a time: on a CPU few enough for what is computed of them to stay in its cache."""
+    def rows(self, tap: str, every: int = 1) -> Iterator[Tensor]:
+        """The tokens that count (or every so manieth of them), [n, ·] at a time: on a CPU few enough for what is computed
+        of them to stay in its cache."""
         x = self.taps[tap]
-        parts = (x,) if x.ndim == 2 else (sequence[kept] for sequence, kept in zip(x, self.kept, strict=True))
+        parts = (x[::every],) if x.ndim == 2 else (x[i, start:stop:every] for i, start, stop in self.runs)
         if x.device.type == "cpu":
             return (block for part in parts for block in part.split(max(1, BLOCK // x.shape[-1])))
         return iter((torch.cat(list(parts)),))
 
     @cached_property
-    def kept(self) -> list[slice | Tensor]:
-        """What the mask leaves of each sequence; a slice, which copies nothing, where that is all in one place."""
-        found: list[slice | Tensor] = []
-        for mask in self.mask:
-            where = mask.nonzero().flatten().tolist()
-            together = bool(where) and where[-1] - where[0] + 1 == len(where)
-            found.append(slice(where[0], where[-1] + 1) if together else mask)
-        return found
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Where tokens that count stand next to each other: sequence, first position, the one after the last."""
+        edge = torch.zeros(len(self.mask), 1, dtype=torch.int8)
+        change = torch.cat([edge, self.mask.cpu().to(torch.int8), edge], dim=1).diff(dim=1)
+        starts, stops = ((change == sign).nonzero().tolist() for sign in (1, -1))
+        return [(i, start, stop) for (i, start), (_, stop) in zip(starts, stops, strict=True)]
 
-    def count_zeros(self, tap: str) -> int:
-        """Exact zeros. Most taps have none, and the smallest magnitude says so four times faster than counting."""
-        return sum(
-            0 if x.abs().min() > 0 else x.numel() - int(torch.count_nonzero(x)) for x in self.rows(tap) if len(x)
-        )
-
-    @property
+    @cached_property
     def tokens(self) -> int:
         """How many count."""
-        return int(self.mask.sum())
+        return sum(stop - start for _, start, stop in self.runs)
 
     @cached_property
     def zeros(self) -> int:
         """Exact zeros among the products."""
-        return self.count_zeros("product")
+        return _zeros(self.rows("product"))
 
     @cached_property
-    def active(self) -> Tensor:
-        """gate > 0 [b, T, F], False where a token does not count."""
-        active = _positive(self.taps["gate"])
-        active[~self.mask] = False
-        return active
+    def active(self) -> list[Tensor]:
+        """gate > 0, [n, F] for each run."""
+        return [_positive(self.taps["gate"][i, start:stop]) for i, start, stop in self.runs]
 
 
 class Collector:
@@ -103,6 +94,15 @@ class Collector:
         for name, value in other.state.items():
             self.add(name, value)
 
+    def gather(self) -> None:
+        """Take in what the same collector of every other process has counted; all of them have the same afterwards."""
+        states: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(states, self.state)
+        self.state = {}
+        for state in states:  # in the order of the processes, so that sums are rounded alike on each
+            for name, value in state.items():
+                self.add(name, value)
+
     def add(self, name: str, value: Tensor) -> None:
         how, value = self.merged_by.get(name, "sum"), value.cpu()  # before fp64, which not every device has
         if how != "rows":
@@ -119,19 +119,25 @@ _MERGE = {"sum": torch.add, "max": torch.maximum, "rows": lambda a, b: torch.cat
 
 
 class Histogram(Collector):
-    """`counts` [2, BINS] of x > 0 and x < 0 by log2 |x|, and `zeros`, the exact ones."""
+    """`counts` [2, BINS] of x > 0 and x < 0 by log2 |x|, and `zeros`, the exact ones; of `every` so manieth token."""
 
-    def __init__(self, tap: str) -> None:
+    def __init__(self, tap: str, every: int = 1) -> None:
         super().__init__()
-        self.tap = tap
+        self.tap, self.every = tap, every
 
     def update(self, seen: Seen) -> None:
-        zeros = seen.zeros if self.tap == "product" else seen.count_zeros(self.tap)
-        self.add("counts", _binned(seen.rows(self.tap), zeros))
+        shared = self.tap == "product" and self.every == 1
+        zeros = seen.zeros if shared else _zeros(seen.rows(self.tap, self.every))
+        self.add("counts", _binned(seen.rows(self.tap, self.every), zeros))
         self.add("zeros", torch.tensor(zeros))
 
     def result(self) -> Distribution:
         return Distribution(counts=self.state["counts"], zeros=int(self.state["zeros"]))
+
+
+def _zeros(rows: Iterable[Tensor]) -> int:
+    """Exact zeros. Most taps have none, and the smallest magnitude says so four times faster than counting."""
+    return sum(0 if x.abs().min() > 0 else x.numel() - int(torch.count_nonzero(x)) for x in rows if len(x))
 
 
 def _binned(rows: Iterable[Tensor], zeros: int) -> Tensor:
@@ -210,7 +216,8 @@ class Activity(Collector):
 
     def update(self, seen: Seen) -> None:
         tokens, width = seen.tokens, seen.taps["product"].shape[-1]
-        self.add("active", _count(seen.active.flatten(0, 1)))
+        for active in seen.active:
+            self.add("active", _count(active))
         for x in seen.rows("product") if seen.zeros else ():
             self.add("nonzero", _count(x != 0))
         if not seen.zeros:
@@ -226,21 +233,17 @@ class Reuse(Collector):
     the `union` of active neurons [6], and how many `windows` there are [6]."""
 
     def update(self, seen: Seen) -> None:
-        active, mask = seen.active, seen.mask
-        size = active.view(torch.uint8).sum(-1, dtype=torch.int32)
-        self.add("shared", torch.count_nonzero(active[:, 1:] & active[:, :-1]))
-        self.add("after", size[:, 1:][mask[:, :-1]].sum())
-        start = int(mask.any(0).to(torch.int32).argmax())
-        unions, windows = [], []
-        active, mask = active[:, start:], mask[:, start:]
-        for _ in WINDOWS:
-            even = mask.shape[1] // 2 * 2
-            mask = mask[:, 0:even:2] & mask[:, 1:even:2]
-            active = active[:, 0:even:2] | active[:, 1:even:2]
-            unions.append(torch.count_nonzero(active if mask.all() else active & mask[..., None]))
-            windows.append(mask.sum())
-        self.add("union", torch.stack(unions))
-        self.add("windows", torch.stack(windows))
+        for active in seen.active:
+            self.add("shared", _count(active[1:] & active[:-1]).sum())
+            self.add("after", _count(active[1:]).sum())
+            unions, windows = [], []
+            for _ in WINDOWS:
+                even = len(active) // 2 * 2
+                active = active[0:even:2] | active[1:even:2]
+                unions.append(_count(active).sum())
+                windows.append(len(active))
+            self.add("union", torch.stack(unions))
+            self.add("windows", torch.tensor(windows))
 
 
 class CoActivation(Collector):
@@ -249,8 +252,8 @@ class CoActivation(Collector):
     integer = torch.int32  # half of the memory, and more tokens than anyone will give it
 
     def update(self, seen: Seen) -> None:
-        rows = seen.active.flatten(0, 1).float()
-        self.add("pairs", (rows.T @ rows).round().to(torch.int32))
+        rows = torch.cat(seen.active).float()
+        self.add("pairs", (rows.T @ rows).to(torch.int32))
 
 
 def _positive(x: Tensor) -> Tensor:

@@ -66,7 +66,9 @@ def sample_ids(checkpoint: Checkpoint, *, tokens: int, sequence_length: int, spl
     rows = max(1, tokens // sequence_length)
     tokenizer, reason = _load_tokenizer(checkpoint)
     if tokenizer is None and (file or dataset):
-        raise SurgeryError(f"{file or dataset} cannot be tokenized: {reason}", "add the tokenizer's files to the checkpoint")
+        raise SurgeryError(
+            f"{file or dataset} cannot be tokenized: {reason}", "add the tokenizer's files to the checkpoint"
+        )
     if tokenizer is None:
         vocab_size = parse_config(checkpoint).get_text_config().vocab_size
         generator = torch.Generator().manual_seed(seed)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from surgery.calibration import stock
 from surgery.checkpoint import Checkpoint
@@ -198,9 +198,23 @@ def choose_device(name: str | None = None) -> str:
     """The device of that name, by default the fastest that is there. Raises UsageError where it is not."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     name = name or next(n for n, found in there.items() if found)
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     if not there.get(name.split(":")[0]):
         raise UsageError(f"no device {name!r} here", f"there is: {', '.join(n for n, found in there.items() if found)}")
     return name
+
+
+def join_processes() -> None:
+    """Find the other processes that `torchrun` or `accelerate launch` started with this one, if any."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized():
+        distributed.init_process_group("gloo")  # statistics are merged on the CPU
+
+
+def processes() -> tuple[int, int]:
+    """The number of this process, and how many there are."""
+    together = distributed.is_available() and distributed.is_initialized()
+    return (distributed.get_rank(), distributed.get_world_size()) if together else (0, 1)
 
 
 def choose_dtype(name: str | None, device: str) -> torch.dtype:

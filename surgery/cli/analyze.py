@@ -65,7 +65,8 @@ def analyze_command(model: str, out: Path | None, text: Path | None, dataset: st
                     as_json: bool, quiet: bool) -> None:  # fmt: skip
     """Measure what the MLPs of MODEL really do on text, one layer in memory at a time: exact zeros, sparsity at a given
     error (CETT), firing rates, dead and hot neurons, reuse between tokens, thresholds, outlier channels, expert load,
-    and the bytes and FLOPs that sparsity would save. The weights stay as they are.
+    and the bytes and FLOPs that sparsity would save. Processes that torchrun or
+    accelerate launch started share the text.
 
     \b
     Examples:
@@ -78,7 +79,7 @@ def analyze_command(model: str, out: Path | None, text: Path | None, dataset: st
     from surgery.analysis.analyze import analyze
     from surgery.analysis.devices import parse_device
     from surgery.calibration.data import sample_ids
-    from surgery.calibration.walk import choose_device, choose_dtype
+    from surgery.calibration.walk import choose_device, choose_dtype, join_processes, processes
     from surgery.checkpoint import open_checkpoint, parse_size
     from surgery.cli import screen
     from surgery.errors import UsageError
@@ -94,11 +95,15 @@ def analyze_command(model: str, out: Path | None, text: Path | None, dataset: st
     run.require_trust(checkpoint, trust_remote_code)
     sample = sample_ids(checkpoint, tokens=tokens, sequence_length=sequence_length, split="calibration", file=text,
                         dataset=dataset, seed=seed)  # fmt: skip
-    with screen.Bars(quiet=quiet or as_json).stage("analyzing", 0, "layer") as progress:
+    join_processes()
+    first = processes()[0] == 0
+    with screen.Bars(quiet=quiet or as_json or not first).stage("analyzing", 0, "layer") as progress:
         found = analyze(checkpoint, sample, dtype=choose_dtype(dtype, computing), device=computing, seed=seed,
                         memory_budget=parse_size(memory_budget) if memory_budget else None,
                         coactivation=_sink(out) if coactivation and out else None,
                         progress=lambda done, total: progress(1))  # fmt: skip
+    if not first:
+        return
     if out is not None:
         found.save(out, timed_on)
     if as_json:

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from surgery.analysis.analyze import ALWAYS, CETT, Analysis, Mlp, Router, at_cett, exact_zeros
+from surgery.analysis.analyze import ALWAYS, CETT, Analysis, Mlp, Router, at_cett, exact_zeros, firing_rate
 from surgery.analysis.devices import Device
 from surgery.analysis.sparsity import hot_share
 from surgery.report.inspection import quantity
@@ -76,14 +76,14 @@ def _by_layer(a: Analysis) -> Table:
             shared = "" if layer.mlp.part == "mlp" else " shared"
             table.add_row(f"{layer.index}{shared}", *_mlp_row(layer.mlp), f"{layer.residual:.2f}")
     table.add_section()
-    cells = [a.mean(exact_zeros), a.mean(lambda m: m.gate.positive), *(a.mean(at_cett(c)) for c in CETT)]
+    cells = [a.mean(exact_zeros), a.mean(firing_rate), *(a.mean(at_cett(c)) for c in CETT)]
     table.add_row("all", "", *(f"{c:.1%}" for c in cells), style="bold")
     return table
 
 
 def _mlp_row(m: Mlp) -> list[str]:
     return [
-        f"{m.width:,}", f"{m.product.zero:.1%}", f"{m.gate.positive:.1%}", *(f"{m.at(c).sparsity:.1%}" for c in CETT),
+        f"{m.width:,}", f"{m.product.zero:.1%}", f"{firing_rate(m):.1%}", *(f"{m.at(c).sparsity:.1%}" for c in CETT),
         str(int((m.active == 0).sum())), str(int((m.rate > ALWAYS).sum())), f"{hot_share(m.active):.0%}",
         f"{m.overlap:.0%}", f"{m.unions[16]:.0%}" if 16 in m.unions else "", f"{m.linearity.r2:.2f}", str(len(m.outliers)),
     ]  # fmt: skip

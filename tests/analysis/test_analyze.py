@@ -69,7 +69,10 @@ def check(m: Mlp, e: dict[str, torch.Tensor], down: torch.Tensor) -> None:
     gate, h = e["gate"], e["product"]
     assert m.tokens == len(h) == IDS.numel() - len(IDS)
     assert torch.equal(m.active, (gate > 0).sum(0)) and torch.equal(m.nonzero, (h != 0).sum(0))
-    assert m.product.zero == (h == 0).double().mean() and m.gate.positive == (gate > 0).double().mean()
+    assert m.product.zero == (h == 0).double().mean()
+    assert m.rate.mean().item() == pytest.approx((gate > 0).double().mean().item())
+    quarter = gate.view(len(IDS), -1, gate.shape[1])[:, ::4]
+    assert m.gate.positive == (quarter > 0).double().mean() and m.gate.total == quarter.numel()
     torch.testing.assert_close(m.mass, h.abs().double().mean(0) * down.double().norm(dim=1), rtol=1e-5, atol=0)
     torch.testing.assert_close(m.input_rms, e["input"].double().square().mean(0).sqrt(), rtol=1e-5, atol=0)
     assert m.input_norm == pytest.approx(e["input"].norm(dim=1).mean().item(), rel=1e-5)
@@ -91,7 +94,7 @@ def test_relu_makes_exact_zeros_and_silu_none() -> None:
     silu, relu = analyze(source, sample), analyze(relufy(source), sample)
     assert [m.product.zeros for m in silu.mlps] == [0] * 7 and [m.gate_zero for m in silu.mlps] == [0] * 7
     for m in relu.mlps:
-        assert 0.3 < m.product.zero < 0.9 and m.product.zero == pytest.approx(1 - m.gate.positive, abs=1e-4)
+        assert 0.3 < m.product.zero < 0.9 and m.product.zero == pytest.approx(1 - m.rate.mean().item(), abs=1e-4)
         assert m.gate_zero == 1 - m.gate.positive
         assert all(t.sparsity > m.product.zero for t in m.truncations)
     assert report.finding(silu).startswith("No product is an exact zero")
@@ -122,7 +125,7 @@ def test_saved_files_hold_the_figures(tmp_path: Path) -> None:
     for layer in found.layers:
         assert layer.mlp and torch.equal(tensors[f"layers.{layer.index}.mlp.active"], layer.mlp.active)
         d = record["layers"][layer.index]["mlp"]
-        assert d["firing_rate"] == pytest.approx(layer.mlp.gate.positive)
+        assert d["firing_rate"] == pytest.approx(layer.mlp.rate.mean().item())
         assert d["cett"][1]["sparsity"] == layer.mlp.at(0.2).sparsity
     assert record["sample"]["sha256"] == SAMPLE.sha256 and record["totals"]["neurons"] == LAYERS * 48
 

@@ -21,7 +21,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def test_figures_are_those_of_the_whole_model() -> None:
-    folder = Path(os.environ["SURGERY_REAL_MODEL"])
+    named = os.environ.get("SURGERY_REAL_MODEL")
+    if not named:
+        pytest.skip("SURGERY_REAL_MODEL names no folder")
+    folder = Path(named)
     checkpoint = open_checkpoint(folder)
     sample = sample_ids(checkpoint, tokens=512, sequence_length=256)
     layers = analyze(checkpoint, sample).layers

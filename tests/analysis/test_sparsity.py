@@ -56,7 +56,7 @@ def test_a_linear_map_is_found_and_a_curved_one_is_not() -> None:
     options = {"activation": "silu", "gated": True}
     line = linearity(x, x @ draw(H, H, seed=1) + draw(H, seed=2), active, R, **options)
     assert line.r2 > 1 - 1e-9 and line.fitted == 300 and line.switching == 1 and line.exact == ""
-    assert abs(linearity(x, x.abs(), active, R, **options).r2) < 0.2  # an even function has no linear part
+    assert 0 <= linearity(x, x.abs(), active, R, **options).r2 < 0.1  # an even function has no linear part
     gelu = linearity(x, torch.nn.functional.gelu(x), active, R, **options).r2
     assert 0.7 < gelu < 0.95  # 1/4 of E[gelu²] = 0.85 of the variance, for a normal input
 

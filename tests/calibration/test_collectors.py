@@ -41,7 +41,7 @@ def batch(*, masked: bool = True) -> Seen:
     gate, up = (torch.randn(B, T, F, generator=draw) for _ in range(2))
     mask = torch.ones(B, T, dtype=torch.bool)
     if masked:
-        mask[:, 0], mask[2, 30:] = False, False
+        mask[:, 0], mask[2, 30:], mask[4, 17] = False, False, False
     taps = {"gate": gate, "up": up, "product": gate.relu() * up}
     taps |= {n: torch.randn(B, T, H, generator=draw) for n in ("input", "output", "hidden")}
     sampled = mask & (torch.rand(B, T, generator=draw) < 0.2)
@@ -101,6 +101,19 @@ def test_histogram_is_exact_at_its_edges(dtype: torch.dtype) -> None:
         assert d.below(edge) == pytest.approx(below, abs=1e-12), i
 
 
+def test_histogram_of_every_fourth_token() -> None:
+    """Counted anew behind a token that does not count."""
+    seen = batch()
+    x = torch.cat([seen.taps["gate"][i, start:stop:4] for i, start, stop in seen.runs])
+    assert [len(range(start, stop, 4)) for _, start, stop in seen.runs] == [10, 10, 8, 10, 4, 6, 10]
+    d = counted(lambda: Histogram("gate", 4), seen).result()  # type: ignore[attr-defined]
+    assert (
+        d.total == x.numel()
+        and d.positive == (x > 0).double().mean()
+        and d.below(0.5) == (x.abs() < 0.5).double().mean()
+    )
+
+
 def test_edges_are_log_spaced() -> None:
     e = edges()
     assert len(e) == BINS + 1 and e[0] == 2.0**-40 and e[-1] == 2.0**24 and e[64] == 2.0**-39
@@ -125,22 +138,23 @@ def test_activity() -> None:
     seen = batch()
     state = counted(Activity, seen).state
     gate, product = seen.taps["gate"][seen.mask], seen.taps["product"][seen.mask]
-    assert state["tokens"] == len(gate) == B * (T - 1) - 10
+    assert state["tokens"] == len(gate) == B * (T - 1) - 11
     assert torch.equal(state["active"], (gate > 0).sum(0)) and torch.equal(state["nonzero"], (product != 0).sum(0))
     torch.testing.assert_close(state["magnitude"], product.double().abs().sum(0), rtol=1e-6, atol=0)
 
 
 def test_reuse_token_by_token() -> None:
-    """Sets in Python; a window that touches a token that does not count is left out."""
+    """Sets in Python. Windows start anew behind a token that does not count, and none reaches over one."""
     seen = batch()
     state = counted(Reuse, seen).state
     active = [[set((row > 0).nonzero().flatten().tolist()) if m else None for row, m in zip(rows, mask, strict=True)]
               for rows, mask in zip(seen.taps["gate"], seen.mask.tolist(), strict=True)]  # fmt: skip
     pairs = [(a, b) for row in active for a, b in itertools.pairwise(row) if a is not None and b is not None]
     assert state["shared"] == sum(len(a & b) for a, b in pairs) and state["after"] == sum(len(b) for _, b in pairs)
+    runs = [list(run) for row in active for kept, run in itertools.groupby(row, lambda a: a is not None) if kept]
+    assert len(runs) == B + 1
     for w, union, windows in zip(WINDOWS, state["union"].tolist(), state["windows"].tolist(), strict=True):
-        found = [row[i : i + w] for row in active for i in range(1, T - w + 1, w)]
-        found = [f for f in found if None not in f]
+        found = [run[i : i + w] for run in runs for i in range(0, len(run) - w + 1, w)]
         assert windows == len(found) and union == sum(len(set().union(*f)) for f in found), w  # type: ignore[arg-type]
 
 

@@ -1,0 +1,78 @@
+"""Time and memory of `surgery analyze` against the bare forward pass of the same walk, collectors off.
+
+  python benchmarks/analyze.py ~/models/qwen2.5-coder-1.5b --tokens 16384 --rounds 3
+
+Whole processes, alternated, medians: both open the checkpoint, tokenize the same text and load each layer once; one
+counts, the other only computes. Also what the walk alone takes in each, without imports and start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+CHILD = """
+import json, sys, time
+from surgery.analysis.analyze import analyze
+from surgery.calibration.data import sample_ids
+from surgery.calibration.walk import Walk, choose_device, choose_dtype
+from surgery.checkpoint import open_checkpoint
+model, tokens, collect = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "analyze"
+checkpoint = open_checkpoint(model)
+sample = sample_ids(checkpoint, tokens=tokens, sequence_length=512, split="calibration")
+device = choose_device(None)
+dtype = choose_dtype(None, device)
+start = time.perf_counter()
+if collect:
+    analyze(checkpoint, sample, dtype=dtype, device=device)
+else:
+    for layer in Walk(checkpoint, sample.input_ids, dtype=dtype, device=device):
+        layer.run()
+print(json.dumps({"walk s": time.perf_counter() - start, "tokens": sample.input_ids.numel(), "on": f"{device}, {dtype}"}))
+"""
+
+
+def run(model: str, tokens: int, what: str) -> dict[str, Any]:
+    process = subprocess.Popen([sys.executable, "-c", CHILD, model, str(tokens), what], stdout=subprocess.PIPE)
+    assert process.stdout
+    printed = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{what} exited {process.returncode}")
+    return {**json.loads(printed), "cpu s": usage.ru_utime + usage.ru_stime, "peak MB": usage.ru_maxrss * 1024 / 1e6}
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("model")
+    p.add_argument("--tokens", type=int, default=16384)
+    p.add_argument("--rounds", type=int, default=3)
+    a = p.parse_args()
+    results: dict[str, list[dict[str, Any]]] = {"bare": [], "analyze": []}
+    for _ in range(a.rounds):
+        for what, found in results.items():
+            found.append(run(a.model, a.tokens, what))
+    middle = {
+        what: {k: statistics.median(r[k] for r in found) for k in ("walk s", "cpu s", "peak MB")}
+        for what, found in results.items()
+    }
+    first = results["bare"][0]
+    print(f"{first['tokens']} tokens on {first['on']}, medians of {a.rounds}")
+    for what, m in middle.items():
+        print(
+            f"{what:8} "
+            + "  ".join(f"{k} {v:8.1f}" for k, v in m.items())
+            + f"  {first['tokens'] / m['walk s']:.0f} tokens/s"
+        )
+    pairs = [a["walk s"] / b["walk s"] for a, b in zip(results["analyze"], results["bare"], strict=True)]
+    print(f"analyze / bare: {statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})")
+
+
+if __name__ == "__main__":
+    main()
