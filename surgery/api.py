@@ -12,10 +12,11 @@ from surgery.operations.upcycle import upcycle
 from surgery.run import convert, verify_folder
 
 if TYPE_CHECKING:
+    from surgery.analysis.analyze import Analysis
     from surgery.analysis.weigh import Weights
     from surgery.verification import Verification
 
-__all__ = ["cast", "inspect", "open", "relufy", "upcycle", "verify", "write"]
+__all__ = ["analyze", "cast", "inspect", "open", "relufy", "upcycle", "verify", "write"]
 
 
 def open(location: str | Path, *, revision: str | None = None) -> Checkpoint:
@@ -28,6 +29,25 @@ def inspect(checkpoint: Checkpoint) -> Weights:
     from surgery.analysis.weigh import weigh
 
     return weigh(checkpoint, checkpoint.config)
+
+
+def analyze(checkpoint: Checkpoint, *, text: str | Path | None = None, tokens: int = 16384, sequence_length: int = 512,
+            device: str | None = None, dtype: str | None = None) -> Analysis:  # fmt: skip
+    """What the MLPs do on text (docs/analyze.md): one walk, a layer in memory at a time. The checkpoint may be the result
+    of operations that was never written.
+
+    Args:
+        text: a file, a folder or a .jsonl; the embedded calibration text by default.
+        device, dtype: "cuda", "bf16", …; by default the fastest there is.
+    """
+    from surgery.analysis import analyze as analysis
+    from surgery.calibration.data import sample_ids
+    from surgery.calibration.walk import choose_device, choose_dtype
+
+    place = choose_device(device)
+    sample = sample_ids(checkpoint, tokens=tokens, sequence_length=sequence_length, split="calibration",
+                        file=None if text is None else Path(text))  # fmt: skip
+    return analysis.analyze(checkpoint, sample, dtype=choose_dtype(dtype, place), device=place)
 
 
 def write(checkpoint: Checkpoint, out: str | Path, *, max_shard_size: int | str | None = None, hardlink: bool = False,

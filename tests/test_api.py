@@ -38,6 +38,13 @@ def test_operations_compose_into_one_pass(tmp_path: Path) -> None:
     assert len(shards) == 2 and all((out / n).read_bytes() == (upcycled / n).read_bytes() for n in shards)
 
 
+def test_a_checkpoint_that_was_never_written_is_analysed() -> None:
+    """Zeros of the relufied model, seen before a byte of it is on the disk."""
+    source = surgery.open(MODEL)
+    zeros = [surgery.analyze(c, tokens=512).mean(lambda m: m.product.zero) for c in (source, surgery.relufy(source))]
+    assert zeros[0] == 0 and zeros[1] > 0.4
+
+
 def test_nothing_heavy_is_imported() -> None:
     code = "import surgery, sys; assert not {'torch', 'transformers', 'numpy', 'rich', 'huggingface_hub'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
