@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Write analysis.json and analysis.safetensors to this folder.",
+    help="Write analysis.json, analysis.safetensors and report.html with its figures to this folder.",
 )
 @click.option(
     "--text",
@@ -105,7 +105,10 @@ def analyze_command(model: str, out: Path | None, text: Path | None, dataset: st
     if not first:
         return
     if out is not None:
+        from surgery.report.html import write_report
+
         found.save(out, timed_on)
+        write_report(found, timed_on, out)
     if as_json:
         screen.echo_json(found.as_dict(timed_on))
     elif not quiet:
@@ -115,11 +118,14 @@ def analyze_command(model: str, out: Path | None, text: Path | None, dataset: st
 def _show(found: Analysis, timed_on: Device, out: Path | None) -> None:
     from surgery.cli import screen
     from surgery.report import analysis as report
+    from surgery.report.html import draws_png
 
     for part in report.tables(found, timed_on):
         screen.show(part)
     if out is not None:
-        screen.show(f"wrote {out / 'analysis.json'} and {out / 'analysis.safetensors'}")
+        screen.show(f"wrote {out / 'analysis.json'}, {out / 'analysis.safetensors'} and {out / 'report.html'}")
+        if not draws_png():
+            screen.show("note: no PNGs without matplotlib: pip install 'model-surgery[plot]'")
 
 
 def _sink(out: Path) -> Callable[[int, Tensor], None]:

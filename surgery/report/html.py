@@ -12,15 +12,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from surgery.analysis.analyze import ALWAYS, CETT, Analysis, Mlp, Router, at_cett, exact_zeros, firing_rate
+from surgery.analysis.analyze import (
+    ALWAYS,
+    CETT,
+    Analysis,
+    LayerAnalysis,
+    Mlp,
+    Router,
+    at_cett,
+    exact_zeros,
+    firing_rate,
+)
 from surgery.analysis.devices import Device, Work
 from surgery.analysis.sparsity import hot_share
-from surgery.calibration.collectors import BINS, LOWEST, OCTAVES, Distribution
+from surgery.calibration.collectors import BINS, OCTAVES, Distribution, edges
 from surgery.report.analysis import finding, notes
 from surgery.report.inspection import COLORS, FAINT, INK, quantity
 
@@ -81,7 +94,6 @@ def render(analysis: Analysis, device: Device) -> str:
 
     environment = Environment(loader=PackageLoader("surgery.report"), autoescape=True, undefined=StrictUndefined,
                               trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-    environment.filters["share"] = share
     return environment.get_template("report.html.j2").render(
         a=analysis, name=name_of(analysis), finding=finding(analysis), notes=list(notes(analysis)), tiles=list(tiles(analysis)),
         figures=list(figures(analysis, device)), device=device, cett=CETT, always=ALWAYS, hot_share=hot_share,
@@ -96,7 +108,9 @@ def name_of(a: Analysis) -> str:
 
 def share(value: float) -> str:
     """A fraction in percent; one more digit near 0 and 1, where it matters."""
-    return f"{value:.1%}" if 0 < value < 0.1 or 0.9 < value < 1 else f"{value:.0%}"
+    if 0 < value < 0.001 or 0.999 < value < 1:
+        return "< 0.1%" if value < 0.5 else "> 99.9%"
+    return f"{value:.1%}" if 0 < value < 0.1 or 0.99 < value < 1 else f"{value:.0%}"
 
 
 def tiles(a: Analysis) -> Iterator[tuple[str, str]]:
@@ -106,10 +120,12 @@ def tiles(a: Analysis) -> Iterator[tuple[str, str]]:
         for c in CETT:
             yield share(a.mean(at_cett(c))), f"can be left out at a CETT of {c}"
         yield share(a.mean(firing_rate)), "of the neurons are active for a token"
-        yield f"{sum(int((m.active == 0).sum()) for m in a.mlps):,}", f"of {sum(m.width for m in a.mlps):,} neurons never are"
+        dead, total = sum(int((m.active == 0).sum()) for m in a.mlps), sum(m.width for m in a.mlps)
+        yield f"{dead:,}", f"of {total:,} neurons are never active"
     if a.routers:
-        yield f"{max(r.busiest for r in a.routers):.2f}×", "its share of the tokens gets the busiest expert"
-        yield f"{sum(int((r.load == 0).sum()) for r in a.routers)}", f"of {sum(r.experts for r in a.routers)} experts get no token"  # fmt: skip
+        unused, total = sum(int((r.load == 0).sum()) for r in a.routers), sum(r.experts for r in a.routers)
+        yield f"{max(r.busiest for r in a.routers):.2f}×", "an even share of the tokens goes to the busiest expert"
+        yield f"{unused:,}", f"of {total:,} experts get no token"
 
 
 def figures(a: Analysis, device: Device) -> Iterator[Figure]:
@@ -143,10 +159,11 @@ def sparsity_by_layer(a: Analysis) -> Figure | None:
     if a.mlps:
         caption = (f"Share of a layer's products h that are exact zeros, and that could be left out with an error (CETT) of "
                    f"{CETT[0]} and {CETT[1]} in the MLP's output.")  # fmt: skip
+        caption += " Layers of routed experts alone are left out." if len(a.mlps) < len(a.layers) else ""
     else:
         caption = "In the routed experts: share of the products h that are exact zeros, and of the gates that are not positive."
     x, y = _layers(a), Scale(0, 1, BOTTOM, TOP)
-    body = frame(x, y, _layer_ticks(a), QUARTERS, "layer", "share of the products")
+    body = frame(x, y, _layer_ticks(a), QUARTERS, "layer", _share_of(a))
     return Figure(title=sparsity_title(a), svg=svg(body + labelled(curves, x, y)), caption=caption)
 
 
@@ -155,14 +172,22 @@ def sparsity_curves(a: Analysis) -> list[Curve]:
     if a.mlps:
         measures: list[tuple[str, str, Callable[[Mlp], float]]] = [("exact zeros", "zero", exact_zeros)]
         measures += [(f"CETT {c}", tone, at_cett(c)) for c, tone in zip(CETT, ("cett1", "cett2"), strict=True)]
-        return [Curve(name=n, tone=t, points=_by_layer(a, lambda i, f=f: f(i.mlp) if i.mlp else None)) for n, t, f in measures]  # type: ignore[misc]  # fmt: skip
+        return [Curve(name=name, tone=tone, points=_by_mlp(a, value)) for name, tone, value in measures]
     zeros = _by_layer(a, lambda i: i.router.product.zero if i.router and i.router.product else None)
     idle = _by_layer(a, lambda i: 1 - i.router.gate.positive if i.router and i.router.gate else None)
     curves = Curve(name="exact zeros", tone="zero", points=zeros), Curve(name="gate ≤ 0", tone="cett2", points=idle)
     return [c for c in curves if c.points]
 
 
-def _by_layer(a: Analysis, value: Callable[[Any], float | None]) -> list[Point]:
+def _share_of(a: Analysis) -> str:
+    return "share of the products" if a.mlps else "share of the products, of the gates"
+
+
+def _by_mlp(a: Analysis, value: Callable[[Mlp], float]) -> list[Point]:
+    return _by_layer(a, lambda layer: value(layer.mlp) if layer.mlp else None)
+
+
+def _by_layer(a: Analysis, value: Callable[[LayerAnalysis], float | None]) -> list[Point]:
     """What is finite of it."""
     found = ((layer.index, value(layer)) for layer in a.layers)
     return [(float(i), v) for i, v in found if v is not None and math.isfinite(v)]
@@ -171,7 +196,8 @@ def _by_layer(a: Analysis, value: Callable[[Any], float | None]) -> list[Point]:
 def sparsity_title(a: Analysis) -> str:
     first, last = sparsity_curves(a)[0].points, sparsity_curves(a)[-1].points
     if not a.mlps:
-        return f"In the experts {_range(first, 'of the products are exact zeros')}"
+        zeros = f"{share(_mean(first))} of the experts' products are exact zeros" if _mean(first) else "No product of an expert is an exact zero"  # fmt: skip
+        return f"{zeros}; {_range(last, 'of the gates')} are not positive" if last is not first else zeros
     if a.mean(exact_zeros) >= 0.01:
         return f"{share(a.mean(exact_zeros))} of the products are exact zeros: {_range(first)}"
     return f"A CETT of {CETT[1]} leaves out {share(a.mean(at_cett(CETT[1])))} of the products: {_range(last)}"
@@ -215,7 +241,7 @@ def hot_curves(a: Analysis) -> list[tuple[int, list[Point], float]]:
 
 def hot_title(a: Analysis) -> str:
     curves = hot_curves(a)
-    return f"{_range([(layer, hot) for layer, _, hot in curves], 'of the neurons')} do {HOT:.0%} of the activations"
+    return f"{HOT:.0%} of the activations come from {_range([(i, hot) for i, _, hot in curves], 'of the neurons')}"
 
 
 def _extremes(curves: list[tuple[int, list[Point], float]]) -> Iterator[tuple[tuple[int, list[Point], float], str]]:
@@ -241,9 +267,9 @@ def savings(a: Analysis, device: Device) -> Figure | None:
         top = 4 + 43 * i
         body += text(2, top + 11, label)
         body += f'<rect class="fill {tone}" x="2" y="{top + 17}" width="{px(x(work.nbytes / most) - 2)}" height="15"/>'
-        body += text(x(work.nbytes / most) + 7, top + 29, f"{quantity(work.nbytes, 'B')}, {work.nbytes / most:.0%}", "strong")
-    caption = (f"Bytes of MLP weights that a token reads when it is decoded alone; {_milliseconds(bars[0][2], device)} for all "
-               f"of them on {device.name} at best. Foreseen is a ceiling: a predictor that is free and never wrong. "
+        body += text(x(work.nbytes / most) + 7, top + 29, _left(work, most), "strong")
+    caption = (f"Bytes of MLP weights that a token reads when it is decoded alone; {1e3 * bars[0][2].seconds(device):.3g} ms "
+               f"for all of them on {device.name} at best. Foreseen is a ceiling: a predictor that is free and never wrong. "
                "Leaving out exact zeros changes nothing; CETT does, and perplexity must say how much.")  # fmt: skip
     return Figure(title=saving_title(a), svg=svg(body, 4 + 43 * len(bars)), caption=caption)
 
@@ -268,8 +294,8 @@ def saving_title(a: Analysis) -> str:
     return f"A CETT of {CETT[1]} leaves a token {down:.0%} of the MLP bytes to read; foreseen, {seen:.0%}"
 
 
-def _milliseconds(work: Work, device: Device) -> str:
-    return f"{1e3 * work.seconds(device):.3g} ms"
+def _left(work: Work, most: float) -> str:
+    return f"{quantity(work.nbytes, 'B')}, {work.nbytes / most:.0%}"
 
 
 def heat_map(a: Analysis) -> Figure | None:
@@ -282,42 +308,47 @@ def heat_map(a: Analysis) -> Figure | None:
     body = cells(rows, x.start, x.end, TOP, height, most=1.0) + _row_labels(list(found), TOP, height)
     body += "".join(text(x(v), bottom + 16, s, "tick", "middle") for v, s in QUARTERS.items() if v < 1)
     body += text(x(1), bottom + 16, "100%", "tick", "end")
-    body += text(x(0.5), bottom + 33, "neurons of the layer, hottest first", "label", "middle") + text(0, 14, "layer", "label")
-    body += ramp(WIDTH - 8, 14, "0", "1", "firing rate")
-    experts = "" if a.mlps else " A neuron of an expert fires only for tokens that are routed to it."
-    caption = f"Firing rate: the share of tokens for which the gate is positive.{experts}"
+    body += text(x(0.5), bottom + 33, "neurons of the layer, hottest first", "label", "middle")
+    body += text(0, 14, "layer", "label") + ramp(WIDTH - 8, 14, "0", "1", "firing rate")
+    experts = "" if len(a.mlps) == len(found) else " A neuron of an expert fires only for tokens that are routed to it."
+    caption = (f"Firing rate: the share of tokens for which the gate is positive; nearly always is for more than {ALWAYS:.0%} of "
+               f"them.{experts}")  # fmt: skip
     return Figure(title=heat_title(found), svg=svg(body, bottom + 40), caption=caption)
 
 
 def heat_title(rates: Mapping[int, Tensor]) -> str:
-    total = sum(len(r) for r in rates.values())
-    dead, always = (sum(int(event(r).sum()) for r in rates.values()) for event in (lambda r: r == 0, lambda r: r > ALWAYS))
-    mean = sum(r.sum().item() for r in rates.values()) / total
-    return (f"{_count(dead)} of {total:,} neurons never fire, {_count(always).lower()} for more than {ALWAYS:.0%} of the tokens; "
-            f"the mean one for {share(mean)}")  # fmt: skip
-
-
-def _count(n: int) -> str:
-    return f"{n:,}" if n else "None"
+    rate = torch.cat(list(rates.values()))
+    dead, always, total = int((rate == 0).sum()), int((rate > ALWAYS).sum()), len(rate)
+    lead = f"{dead:,} of {total:,} neurons never fire" if dead else f"All {total:,} neurons fire at some token"
+    return f"{lead} and {f'{always:,}' if always else 'none'} nearly always; the mean one fires for {share(rate.mean().item())} of the tokens"
 
 
 def histograms(a: Analysis) -> Figure | None:
     found = {n.layer: n.product for n in neurons(a) if n.product}
     if not found:
         return None
-    densities = {layer: _density(d) for layer, d in found.items()}
-    low, high = _span(densities.values())
-    gap, peak = max(9.0, min(34.0, 330 / len(found))), max(max(d) for d in densities.values())
-    x, bottom = Scale(low, high, LEFT, RIGHT), 62 + gap * len(found)
-    body = _decades(x, 34, bottom) + text(0, 14, "layer", "label") + text(RIGHT + 8, 14, "exact zeros", "label")
-    for i, (layer, density) in enumerate(densities.items()):
-        y = Scale(0, peak, bottom - gap * (len(found) - 1 - i), bottom - gap * (len(found) - 1 - i) - max(26, 1.9 * gap))
-        body += ridge([(x(o), y(density[k])) for k, o in enumerate(_octaves()) if low <= o <= high], y(0), f"layer {layer}")
-    body += _row_labels(list(found), bottom - gap * len(found) + gap / 2 - 4, gap)
-    body += _row_labels([share(d.zero) for d in found.values()], bottom - gap * len(found) + gap / 2 - 4, gap, RIGHT + 8)
+    gap = max(9.0, min(34.0, 330 / len(found)))
+    x, bottom = Scale(*_span(list(found.values())), LEFT, RIGHT), 62 + gap * len(found)
+    body = _decades(x, 34, bottom) + _ridges(found, x, bottom, gap)
+    body += text(0, 14, "layer", "label") + text(RIGHT + 8, 14, "exact zeros", "label")
+    top = bottom - gap * len(found) + gap / 2 - 4
+    body += _row_labels(list(found), top, gap)
+    body += _row_labels([share(d.zero) for d in found.values()], top, gap, RIGHT + 8)
     body += text((LEFT + RIGHT) / 2, bottom + 35, "|h|, logarithmic", "label", "middle")
     caption = "Distribution of the magnitudes of the products h, to one scale in all layers; exact zeros are left out of the curve."
     return Figure(title=histogram_title(found), svg=svg(body, bottom + 42), caption=caption)
+
+
+def _ridges(found: Mapping[int, Distribution], x: Scale, bottom: float, gap: float) -> str:
+    """One above the other, the deepest layer on `bottom`; a later one hides what it covers."""
+    ends, densities, parts = _quarters(), {layer: _density(d) for layer, d in found.items()}, []
+    middles, peak = ((ends[1:] + ends[:-1]) / 2).tolist(), max(max(d) for d in densities.values()) or 1.0
+    for i, (layer, density) in enumerate(densities.items()):
+        base = bottom - gap * (len(found) - 1 - i)
+        y = Scale(0, peak, base, base - max(26, 1.9 * gap))
+        points = [(x(o), y(v)) for o, v in zip(middles, density, strict=True) if x.low <= o <= x.high]
+        parts.append(ridge(points, base, f"layer {layer}"))
+    return "".join(parts)
 
 
 def histogram_title(found: Mapping[int, Distribution]) -> str:
@@ -326,29 +357,25 @@ def histogram_title(found: Mapping[int, Distribution]) -> str:
     if medians[low] == 0:
         mostly = sum(m == 0 for m in medians.values())
         return f"In {mostly} of {len(found)} layers at least half of the products are exact zeros"
-    return f"Half of the products are below {medians[low]:.2g} in layer {low}, below {medians[high]:.2g} in layer {high}"
+    return f"Half of the products are below {medians[low]:.2g} in layer {low}, {medians[high]:.2g} in layer {high}"
 
 
 def _density(d: Distribution) -> list[float]:
-    """The share of all products in each quarter of an octave."""
-    return (d.counts.sum(0).view(4 * OCTAVES, -1).sum(1).double() / d.total).tolist()
+    """The share of all products by quarter of an octave's bins, per octave: bins are even in |x|, not in its log2."""
+    shares = d.counts.sum(0).view(4 * OCTAVES, -1).sum(1).double() / d.total
+    return (shares / _quarters().diff()).tolist()
 
 
-def _octaves() -> list[float]:
-    """log2 of the middles of what _density gives."""
-    return [LOWEST + (k + 0.5) / 4 for k in range(BINS * 4 * OCTAVES // BINS)]
+def _quarters() -> Tensor:
+    """log2 of the edges of what _density gives."""
+    return edges()[:: BINS // (4 * OCTAVES)].log2()
 
 
-def _span(densities: Any) -> tuple[float, float]:
-    """The octaves that hold all but a thousandth of the products at each end, of any layer."""
-    middles, low, high = _octaves(), math.inf, -math.inf
-    for density in densities:
-        seen, total = 0.0, sum(density)
-        for o, part in zip(middles, density, strict=True):
-            seen += part
-            if 0.001 * total < seen < 0.9999 * total:
-                low, high = min(low, o), max(high, o)
-    return (low - 1, high + 1) if low <= high else (-1.0, 1.0)
+def _span(found: Sequence[Distribution]) -> tuple[float, float]:
+    """The octaves that hold all but a few thousandths of the nonzero products of every layer."""
+    at = lambda part: [t for d in found if (t := d.threshold(d.zero + part * (1 - d.zero))) > 0]  # noqa: E731
+    low, high = at(0.003), at(0.9999)
+    return (math.log2(min(low)) - 1, math.log2(max(high)) + 1) if low else (-1.0, 1.0)
 
 
 def unions(a: Analysis) -> Figure | None:
@@ -362,12 +389,13 @@ def unions(a: Analysis) -> Figure | None:
     body = frame(x, y, windows, QUARTERS, "consecutive tokens", "share of the neurons that none of them activates")
     for layer, points in curves.items():
         body += line([(x(math.log2(w)), y(u)) for w, u in points], "depth", _depth(a, layer), f"layer {layer}")
-    ends = {layer: points[-1] for layer, points in curves.items()}
-    chosen = sorted({min(ends, key=lambda i: ends[i][1]), max(ends, key=lambda i: ends[i][1])})
-    heights = apart([y(ends[i][1]) for i in chosen])
-    body += "".join(text(RIGHT + 7, h + 4, f"layer {i}: {share(ends[i][1])}") for i, h in zip(chosen, heights, strict=True))
-    one, many = a.mean(lambda m: 1 - firing_rate(m)), a.mean(lambda m: m.unions.get(int(last), math.nan))
-    title = f"One token leaves {share(one)} of the neurons idle, {last:.0f} consecutive tokens together {share(many)}"
+    ends = {layer: points[-1][1] for layer, points in curves.items()}
+    chosen = sorted({min(ends, key=ends.__getitem__), max(ends, key=ends.__getitem__)})
+    for i, height in zip(chosen, apart([y(ends[i]) for i in chosen]), strict=True):
+        body += text(RIGHT + 7, height + 4, f"layer {i}: {share(ends[i])}")
+    window = min(8, int(last))
+    one, many = a.mean(lambda m: 1 - firing_rate(m)), a.mean(lambda m: m.unions[window])
+    title = f"One token leaves {share(one)} of the neurons idle, {window} consecutive tokens together {share(many)}"
     caption = ("Aggregated sparsity: what a batch, a draft of several tokens or a cache of hot neurons can still leave out. "
                "Each line is a layer, stronger the deeper it is.")  # fmt: skip
     return Figure(title=title, svg=svg(body), caption=caption)
@@ -395,7 +423,7 @@ def router_title(routers: Mapping[int, Router]) -> str:
     unused = sum(int((r.load == 0).sum()) for r in routers.values())
     total = sum(r.experts for r in routers.values())
     return (f"The busiest expert gets {routers[layer].busiest:.2f} times an even share, in layer {layer}; "
-            f"{_count(unused).lower()} of {total} {'gets' if unused < 2 else 'get'} no token")  # fmt: skip
+            f"{unused or 'none'} of {total} {'gets' if unused < 2 else 'get'} no token")  # fmt: skip
 
 
 def router_entropy(a: Analysis) -> Figure | None:
@@ -405,7 +433,10 @@ def router_entropy(a: Analysis) -> Figure | None:
         return None
     x, y = _layers(a), Scale(0, 1, BOTTOM, TOP)
     body = frame(x, y, _layer_ticks(a), {v: f"{v:g}" for v in QUARTERS}, "layer", "entropy, 1 is even over all experts")
-    curves = [Curve(name="of the load", tone="zero", points=balance), Curve(name="of a token", tone="cett2", points=entropy)]
+    curves = [
+        Curve(name="of the load", tone="zero", points=balance),
+        Curve(name="of a token", tone="cett2", points=entropy),
+    ]
     body += labelled([c for c in curves if c.points], x, y)
     title = f"The load's entropy is {_mean(balance):.3f} of an even one"
     title += f", a token's own choice {_mean(entropy):.3f}" if entropy else ""
@@ -427,16 +458,14 @@ def residual(a: Analysis) -> Figure | None:
     lead = "Tokens collapse to one row" if points[-1][1] < 0.1 else "Tokens stay apart"
     title = (f"{lead}: what tells them from their mean is {share(points[0][1])} of the residual stream after layer "
              f"{points[0][0]:.0f}, {share(points[-1][1])} after layer {points[-1][0]:.0f}")  # fmt: skip
-    return Figure(title=title, svg=svg(body), caption="‖X − 1 x̄ᵀ‖ / ‖X‖ of the stream after each layer (Dong et al. 2021).")
+    return Figure(
+        title=title, svg=svg(body), caption="‖X − 1 x̄ᵀ‖ / ‖X‖ of the stream after each layer (Dong et al. 2021)."
+    )
 
 
 def _binned(values: Tensor, columns: int) -> Tensor:
     """Means over at most `columns` bins."""
-    edges = [round(i * len(values) / columns) for i in range(columns + 1)] if len(values) > columns else range(len(values) + 1)  # fmt: skip
-    sums = values.new_zeros(len(values) + 1)
-    sums[1:] = values.cumsum(0)
-    at = values.new_tensor(list(edges)).long()
-    return sums[at].diff() / at.diff()
+    return torch.stack([part.mean() for part in values.tensor_split(min(columns, len(values)))])
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
@@ -487,7 +516,9 @@ def ridge(points: Sequence[Point], base: float, title: str) -> str:
     return f'<path class="ridge" d="M{px(points[0][0])} {px(base)}L{where}L{px(points[-1][0])} {px(base)}">{_title(title)}</path>'
 
 
-def frame(x: Scale, y: Scale, x_ticks: Mapping[float, str], y_ticks: Mapping[float, str], x_label: str, y_label: str) -> str:
+def frame(
+    x: Scale, y: Scale, x_ticks: Mapping[float, str], y_ticks: Mapping[float, str], x_label: str, y_label: str
+) -> str:
     """Horizontal grid lines, ticks, and what the axes are."""
     parts = [text(0, 14, y_label, "label"), text((x.start + x.end) / 2, y.start + 35, x_label, "label", "middle")]
     for value, words in y_ticks.items():
@@ -513,7 +544,7 @@ def apart(heights: Sequence[float], gap: float = 16.0) -> list[float]:
     """The heights of labels, moved up or down until they are `gap` apart, and not under the plot."""
     order = sorted(range(len(heights)), key=heights.__getitem__)
     placed, floor = list(heights), BOTTOM
-    for before, i in zip(order, order[1:], strict=False):
+    for before, i in pairwise(order):
         placed[i] = max(placed[i], placed[before] + gap)
     for i in reversed(order):
         placed[i] = min(placed[i], floor)
@@ -526,10 +557,11 @@ def cells(rows: list[list[float]], left: float, right: float, top: float, height
     """A heat map: opacity is value / most in LEVELS steps, one path a step, neighbours of the same step joined."""
     found: dict[int, list[str]] = {}
     for i, row in enumerate(rows):
-        levels, width, start = [round(LEVELS * min(1.0, v / most)) for v in row], (right - left) / len(row), 0
+        x, y, start = Scale(0, len(row), left, right), Scale(0, 1, top, top + height), 0
+        levels = [round(LEVELS * min(1.0, v / most)) for v in row]
         for end in range(1, len(row) + 1):
             if end == len(row) or levels[end] != levels[start]:
-                box = f"M{px(left + start * width)} {px(top + i * height)}h{px((end - start) * width)}v{px(height)}h{px((start - end) * width)}z"  # fmt: skip
+                box = f"M{px(x(start))} {px(y(i))}H{px(x(end))}V{px(y(i + 1))}H{px(x(start))}z"
                 found.setdefault(levels[start], []).append(box)
                 start = end
     outline = f'<rect class="well" x="{px(left)}" y="{px(top)}" width="{px(right - left)}" height="{px(height * len(rows))}"/>'
@@ -579,7 +611,7 @@ def _layer_ticks(a: Analysis) -> dict[float, str]:
 
 def _depth(a: Analysis, layer: int) -> float:
     """Opacity."""
-    return 0.25 + 0.75 * layer / max(1, len(a.layers) - 1)
+    return 0.35 + 0.65 * layer / max(1, len(a.layers) - 1)
 
 
 # --- PNG --------------------------------------------------------------------------------------------------------------
@@ -597,23 +629,19 @@ def _write_pngs(a: Analysis, device: Device, folder: Path) -> Iterator[Path]:
 
 def _png(path: Path, title: str, a: Analysis, draw: Callable[[Axes, Analysis], None]) -> Path:
     from matplotlib.figure import Figure as Canvas
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Canvas(figsize=(7, 4.2), layout="constrained")
+    figure = Canvas(figsize=(7, 4.2), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
     axes = figure.subplots()
-    figure.suptitle(_wrapped(title), x=0.015, ha="left", fontsize=12, fontweight="bold", color=INK)
+    figure.suptitle(fill(title, 64), x=0.015, ha="left", fontsize=12, fontweight="bold", color=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[:].set_color(FAINT)
     axes.tick_params(labelsize=9, length=0, colors=INK)
     draw(axes, a)
-    figure.text(0.985, 0.012, f"{name_of(a)} · {a.sample.input_ids.numel():,} tokens", ha="right", fontsize=8, color=FAINT)
+    subtitle = f"{name_of(a)} · {a.sample.input_ids.numel():,} tokens".replace("$", r"\$")
+    axes.set_title(subtitle, loc="left", fontsize=9, color=FAINT)
     figure.savefig(path, dpi=150)
     return path
-
-
-def _wrapped(title: str) -> str:
-    from textwrap import fill
-
-    return fill(title, 72).replace("$", r"\$")
 
 
 def _draw_sparsity(axes: Axes, a: Analysis) -> None:
@@ -622,7 +650,7 @@ def _draw_sparsity(axes: Axes, a: Analysis) -> None:
     heights = apart([y(c.points[-1][1]) for c in curves])
     for curve, height in zip(curves, heights, strict=True):
         xs, ys = zip(*curve.points, strict=True)
-        axes.plot(xs, ys, "o-", color=TONES[curve.tone], linewidth=2, markersize=4)
+        axes.plot(xs, ys, "o-", color=TONES[curve.tone], linewidth=2, markersize=4, clip_on=False)
         at = (BOTTOM - height) / (BOTTOM - TOP)
         axes.annotate(curve.name, (1.01, at), xycoords="axes fraction", va="center", fontsize=10, color=INK)
     axes.set_ylim(0, 1)
@@ -631,7 +659,7 @@ def _draw_sparsity(axes: Axes, a: Analysis) -> None:
     _percent(axes.yaxis)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_xlabel("layer", color=INK)
-    axes.set_ylabel("share of the products", color=INK)
+    axes.set_ylabel(_share_of(a), color=INK)
 
 
 def _draw_hot_cold(axes: Axes, a: Analysis) -> None:
@@ -655,13 +683,13 @@ def _draw_hot_cold(axes: Axes, a: Analysis) -> None:
 def _draw_savings(axes: Axes, a: Analysis) -> None:
     bars = saving_bars(a)
     most = bars[0][2].nbytes
-    for i, (label, tone, work) in enumerate(bars):
+    for i, (_, tone, work) in enumerate(bars):
         left = work.nbytes / most
         axes.barh(i, left, height=0.62, color=TONES[tone.split()[0]], alpha=0.45 if "ceiling" in tone else 1)
-        axes.text(left + 0.01, i, f"{quantity(work.nbytes, 'B')}, {left:.0%}", va="center", fontsize=9, color=INK)
+        axes.text(left + 0.01, i, _left(work, most), va="center", fontsize=9, color=INK)
     axes.set_yticks(range(len(bars)), [label for label, _, _ in bars])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.22)
+    axes.set_xlim(0, 1.4)
     axes.set_xticks([])
     axes.spines[:].set_visible(False)
     axes.set_xlabel("bytes of MLP weights that a token reads", color=INK)

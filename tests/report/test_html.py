@@ -1,0 +1,276 @@
+"""The report of an analysis: well formed, alone in the world, and saying what the analysis says.
+
+What could break it: a title that is computed from another figure's data, a curve upside down, a model's name that is
+markup, a layer without neurons, a NaN among the coordinates.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from models import sample_ids, save_model
+
+from surgery.analysis.analyze import Analysis, analyze
+from surgery.analysis.devices import DEVICES
+from surgery.calibration.collectors import BINS, Distribution
+from surgery.calibration.data import Sample
+from surgery.checkpoint import open_checkpoint
+from surgery.cli import run
+from surgery.operations.relufy import relufy
+from surgery.operations.upcycle import upcycle
+from surgery.report import html
+from surgery.report.html import Figure, figures, render, write_report
+
+H100 = DEVICES["h100"]
+VOID = {"meta", "link"}
+KINDS = ("dense", "relufied", "mixture", "mixed")
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and the text outside of <style>; complains of a tag that closes another."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture(scope="module")
+def analyses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Analysis]:
+    folder = tmp_path_factory.mktemp("model") / "llama"
+    save_model("llama", folder)
+    source = open_checkpoint(folder)
+    sample = Sample(input_ids=sample_ids(), source="test", text=True)
+    checkpoints = {
+        "dense": source, "relufied": relufy(source), "mixture": upcycle(source, experts=4, top_k=2)
+    }  # fmt: skip
+    found = {kind: analyze(checkpoint, sample) for kind, checkpoint in checkpoints.items()}
+    layers = (found["dense"].layers[0], *found["mixture"].layers[1:])
+    return found | {"mixed": replace(found["mixture"], layers=layers)}
+
+
+@pytest.fixture(params=KINDS)
+def analysis(request: pytest.FixtureRequest, analyses: dict[str, Analysis]) -> Analysis:
+    return analyses[request.param]
+
+
+def drawn(a: Analysis) -> dict[str, Figure]:
+    """Figures by the function that makes them."""
+    makers = (
+        "sparsity_by_layer",
+        "hot_cold",
+        "heat_map",
+        "histograms",
+        "unions",
+        "router_load",
+        "router_entropy",
+        "residual",
+    )
+    found = {name: getattr(html, name)(a) for name in makers} | {"savings": html.savings(a, H100)}
+    return {name: figure for name, figure in found.items() if figure}
+
+
+def test_is_one_well_formed_file(analysis: Analysis) -> None:
+    page = render(analysis, H100)
+    parsed = Page(page)
+    assert (
+        parsed.open == []
+        and "http" not in page.replace("http-equiv", "")
+        and "url(" not in page
+        and "@import" not in page
+    )
+    assert not {"script", "img", "iframe", "object"} & {tag for tag, _ in parsed.elements}
+    assert [a for _, a in parsed.elements if "href" in a or "src" in a] == [{"rel": "icon", "href": "data:,"}]
+    assert analysis.sample.sha256 in parsed.text and "h = 0" in parsed.text
+    assert all(figure.title in parsed.text for figure in figures(analysis, H100))
+
+
+def test_each_kind_has_its_figures(analyses: dict[str, Analysis]) -> None:
+    common = {"sparsity_by_layer", "hot_cold", "heat_map", "histograms", "residual"}
+    assert set(drawn(analyses["dense"])) == set(drawn(analyses["relufied"])) == common | {"unions", "savings"}
+    assert set(drawn(analyses["mixture"])) == common | {"router_load", "router_entropy"}
+
+
+def numbers(svg: str) -> Iterator[float]:
+    """Every coordinate."""
+    for value in re.findall(r' (?:d|x|y|cx|cy|r|width|height|viewBox)="([^"]*)"', svg):
+        yield from (float(n) for n in re.split(r"[MLHVz ]+", value) if n)
+
+
+def test_coordinates_lie_in_the_plot(analysis: Analysis) -> None:
+    for name, figure in drawn(analysis).items():
+        found, height = list(numbers(figure.svg)), float(figure.svg.split('"')[1].split()[3])
+        assert len(found) > 20 and all(map(math.isfinite, found)), name
+        assert min(found) >= 0 and max(found) <= max(height, html.WIDTH), name
+
+
+def test_titles_say_the_numbers_of_a_dense_model(analyses: dict[str, Analysis]) -> None:
+    a, figure = analyses["dense"], {n: f.title for n, f in drawn(analyses["dense"]).items()}
+    rate = torch.cat([m.active for m in a.mlps]).double() / a.mlps[0].tokens
+    dict_ = a.as_dict(H100)
+    at = [layer["mlp"]["cett"][1]["sparsity"] for layer in dict_["layers"]]
+    assert (
+        f"leaves out {sum(at) / 3:.0%} of the products: {min(at):.0%} in layer {at.index(min(at))}, "
+        in figure["sparsity_by_layer"]
+    )
+    hot = [layer["mlp"]["hot_80"]["firing"] for layer in dict_["layers"]]
+    assert (
+        f"{min(hot):.0%} of the neurons in layer {hot.index(min(hot))}, {max(hot):.0%} in layer" in figure["hot_cold"]
+    )
+    assert f"the mean one fires for {rate.mean():.0%} of the tokens" in figure["heat_map"]
+    assert f"One token leaves {1 - rate.mean():.0%} of the neurons idle, 8 consecutive" in figure["unions"]
+    left = {(s["rule"], s["kernel"]): s["after"]["nbytes"] / s["before"]["nbytes"] for s in dict_["savings"]}
+    assert f"{left['CETT 0.2', 'down only']:.0%} of the MLP bytes to read; foreseen, " in figure["savings"]
+    assert f"{left['CETT 0.2', 'foreseen']:.0%}" in figure["savings"]
+    assert f"{a.layers[2].residual:.0%} after layer 2" in figure["residual"]
+
+
+def test_titles_say_what_relu_and_a_router_change(analyses: dict[str, Analysis]) -> None:
+    zeros = [m.product.zeros / m.product.total for m in analyses["relufied"].mlps]
+    assert drawn(analyses["relufied"])["sparsity_by_layer"].title.startswith(
+        f"{sum(zeros) / 3:.0%} of the products are exact zeros"
+    )
+    a = drawn(analyses["relufied"])["savings"].title
+    assert a.startswith(f"Skipping exact zeros leaves a token {1 - 2 / 3 * sum(zeros) / 3:.0%} of the MLP bytes")
+    mixture = drawn(analyses["mixture"])
+    loads = torch.stack([r.load for r in analyses["mixture"].routers]).double()
+    busiest = loads.max() / loads[0].mean()
+    assert (
+        f"{busiest:.2f} times an even share, in layer {int(loads.max(1).values.argmax())}"
+        in mixture["router_load"].title
+    )
+    assert mixture["sparsity_by_layer"].title.startswith("No product of an expert is an exact zero")
+
+
+def test_curves_are_the_data(analyses: dict[str, Analysis]) -> None:
+    """The dots of sparsity by layer, read back."""
+    a = analyses["relufied"]
+    dots = re.findall(r'<circle class="fill (\w+)" cx="[^"]*" cy="([^"]*)"', drawn(a)["sparsity_by_layer"].svg)
+    read = [(html.BOTTOM - float(y)) / (html.BOTTOM - html.TOP) for _, y in dots]
+    expected = [[m.product.zero for m in a.mlps], *([m.at(c).sparsity for m in a.mlps] for c in (0.1, 0.2))]
+    assert [tone for tone, _ in dots] == ["zero"] * 3 + ["cett1"] * 3 + ["cett2"] * 3
+    assert read == pytest.approx([v for curve in expected for v in curve], abs=1e-3)
+
+
+def test_the_ink_of_the_heat_map_is_the_firing_rate(analyses: dict[str, Analysis]) -> None:
+    """Opacity times area over the map."""
+    a = analyses["dense"]
+    rows = [m.rate.sort(descending=True).values.tolist() for m in a.mlps]
+    svg, ink = html.cells(rows, 0, 100, 0, 10, most=1.0), 0.0
+    for opacity, path in re.findall(r'fill-opacity="([^"]*)" d="([^"]*)"', svg):
+        for left, top, right, bottom in re.findall(r"M(\S+) (\S+?)H(\S+?)V(\S+?)H\S+?z", path):
+            ink += float(opacity) * (float(right) - float(left)) * (float(bottom) - float(top))
+    assert ink / (100 * 10 * len(rows)) == pytest.approx(a.mean(html.firing_rate), abs=0.5 / html.LEVELS)
+
+
+def test_a_name_is_no_markup(analyses: dict[str, Analysis], tmp_path: Path) -> None:
+    """The figures are not escaped as they go into the page, and $ is mathematics to matplotlib."""
+    name = "<script>alert('$x_$')"
+    hostile = replace(analyses["dense"], source=name, activation="</svg><img src=x>",
+                      sample=replace(analyses["dense"].sample, source='"><b onclick=x>'))  # fmt: skip
+    written = write_report(hostile, H100, tmp_path)
+    parsed = Page(written[0].read_text(encoding="utf-8"))
+    assert not {"script", "img", "b"} & {tag for tag, _ in parsed.elements} and parsed.open == []
+    assert name in parsed.text and '"><b onclick=x>' in parsed.text
+    assert "<b>" not in html.text(0, 0, "<b>") + html.dot(0, 0, "", "<b>")
+
+
+def test_a_page_of_32_layers_stays_small(analyses: dict[str, Analysis]) -> None:
+    mlp = analyses["dense"].mlps[0]
+    draw = torch.Generator().manual_seed(0)
+
+    @cache
+    def wide(layer: int) -> Distribution:
+        return Distribution(counts=torch.randint(1000, (2, BINS), generator=draw), zeros=layer)
+
+    layers = tuple(
+        replace(analyses["dense"].layers[0], index=i, mlp=replace(
+            mlp, width=11008, tokens=100, active=torch.randint(101, (11008,), generator=draw), product=wide(i)))
+        for i in range(32)
+    )  # fmt: skip
+    page = render(replace(analyses["dense"], layers=layers), H100)
+    assert len(page.encode()) < 400_000
+
+
+def test_a_layer_of_dead_neurons(analyses: dict[str, Analysis], tmp_path: Path) -> None:
+    """No activation and no product: nothing to divide by, and one layer has no line through it."""
+    layer = analyses["relufied"].layers[0]
+    mlp = layer.mlp
+    assert mlp
+    nothing = replace(
+        mlp, active=torch.zeros_like(mlp.active), product=Distribution(counts=torch.zeros(2, BINS).long(), zeros=9)
+    )
+    a = replace(analyses["relufied"], layers=(replace(layer, mlp=nothing, residual=float("nan")),))
+    found = drawn(a)
+    assert all(map(math.isfinite, (n for f in found.values() for n in numbers(f.svg))))
+    assert "hot_cold" not in found and "residual" not in found
+    assert "48 of 48 neurons never fire" in found["heat_map"].title
+    assert [p.name for p in write_report(a, H100, tmp_path)] == ["report.html", "sparsity_by_layer.png", "savings.png"]
+
+
+def test_pngs_need_matplotlib_and_the_page_does_not(analyses: dict[str, Analysis], tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    written = write_report(analyses["dense"], H100, tmp_path / "with")
+    assert [p.name for p in written] == ["report.html", "sparsity_by_layer.png", "hot_cold.png", "savings.png"]
+    assert all(
+        p.read_bytes()[1:4] == b"PNG" and int.from_bytes(p.read_bytes()[16:20], "big") == 1050 for p in written[1:]
+    )
+    monkeypatch.setattr(html, "find_spec", lambda name: None)
+    assert [p.name for p in write_report(analyses["dense"], H100, tmp_path / "without")] == ["report.html"]
+
+
+@pytest.mark.parametrize(("value", "words"), [
+    (0, "0%"), (0.0004, "< 0.1%"), (0.038, "3.8%"), (0.66, "66%"), (0.996, "99.6%"), (0.9999, "> 99.9%"), (1, "100%"),
+])  # fmt: skip
+def test_shares(value: float, words: str) -> None:
+    assert html.share(value) == words
+
+
+def test_the_command_writes_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                       capfd: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """Without matplotlib too, and it says so."""
+    save_model("llama", tmp_path / "model")
+    monkeypatch.setattr(html, "find_spec", lambda name: None)
+    arguments = [
+        "analyze",
+        str(tmp_path / "model"),
+        "--tokens",
+        "40",
+        "--sequence-length",
+        "40",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert run(arguments) == 0
+    assert Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8")).open == []
+    assert "report.html" in (printed := capfd.readouterr().out) and "pip install 'model-surgery[plot]'" in printed
