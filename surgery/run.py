@@ -83,7 +83,7 @@ def describe(plan: Plan, out: Path, checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes": plan.nbytes,
         "shards": [{"name": s.name, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in plan.shards],
         "files": sorted(plan.small),
-        "peak_memory": BASE_MEMORY + plan.peak_memory,
+        "peak_memory": BASE_MEMORY + max([plan.peak_memory, *(s.work.peak_memory for s in checkpoint.steps if s.work)]),
         "free_space": shutil.disk_usage(existing).free,
         "exact": checkpoint.exact,
         "fingerprint": plan.fingerprint,
@@ -108,16 +108,41 @@ def convert(source: Checkpoint, output: Checkpoint, out: Path, *, max_shard_size
         require_names(source, output)
     resumed = 0
     if not already:
+        prepare(output, out, observer)
         with observer.stage("writing", plan.nbytes, "B") as progress:
             written = write(plan, out, source=source, hardlink=hardlink, hashed=verify, progress=progress)
         resumed = written.resumed
         record = make_record(output, plan, written.sha256, command)
         finish(out, record)
+        shutil.rmtree(scratch(out), ignore_errors=True)
     record = read_record(out)
     fresh = () if already else tuple(n for n, digest in written.sha256.items() if digest)
     verification = verify_folder(source, out, trust_remote_code, observer, fresh) if verify else None
     return Result(folder=out, record=read_record(out) if verify else record, verification=verification, resumed=resumed,
                   already=already, notes=[n for step in output.steps for n in step.notes])  # fmt: skip
+
+
+def scratch(out: Path) -> Path:
+    """Where a calibration keeps its results until they are written: beside the output, as large as what it changes."""
+    return out.with_name(f"{out.name}.calibration")
+
+
+def prepare(output: Checkpoint, out: Path, observer: Observer) -> None:
+    """Run the work that the steps wait for, in their order; what an interrupted run has made is taken up."""
+    for step in output.steps:
+        if step.work is not None:
+            folder = scratch(out)
+            require_space(folder, step.work.nbytes)
+            with observer.stage(f"{step.operation}: {step.work.title}", step.work.total, "layer") as progress:
+                step.work.prepare(folder, progress)
+
+
+def require_space(folder: Path, nbytes: int) -> None:
+    """SurgeryError where the disk of `folder` has not so many bytes free."""
+    free = shutil.disk_usage(next(p for p in folder.resolve().parents if p.exists())).free
+    if nbytes > free:
+        raise SurgeryError(f"{folder} needs {nbytes / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB free",
+                           "free some space, or give a folder on another disk with --out")  # fmt: skip
 
 
 def require_trust(checkpoint: Checkpoint, trust_remote_code: bool) -> None:
@@ -150,6 +175,7 @@ def make_record(output: Checkpoint, plan: Plan, sha256: dict[str, str | None], c
         "recipe": [{"operation": s.operation, **s.parameters} for s in output.steps],
         "exact": output.exact,
         "layers": sorted({i for s in output.steps for i in s.layers}),
+        "calibration": [s.work.report for s in output.steps if s.work],
         "versions": versions,
         "fingerprint": plan.fingerprint,
         "shards": {s.name: {"bytes": s.nbytes, "sha256": sha256.get(s.name)} for s in plan.shards},

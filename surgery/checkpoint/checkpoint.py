@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from surgery.checkpoint.deferred import Work
 from surgery.checkpoint.tensors import LazyTensor, SourceFile
 
 
@@ -29,6 +30,7 @@ class Step:
     exact: bool
     layers: tuple[int, ...]  # the layers whose MLP it changed
     notes: tuple[str, ...] = ()  # what the user should know
+    work: Work | None = field(default=None, compare=False)  # what must run before its tensors can be read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

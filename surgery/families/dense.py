@@ -1,5 +1,7 @@
 """Dense families."""
 
+from typing import Any
+
 from surgery.families.family import Family, same_as
 
 # What the model classes assume where config.json is silent. A conversion to another class writes them out: the other
@@ -61,6 +63,11 @@ _OLMO2 = _DEFAULTS | {
     "eos_token_id": 50279,
     "attention_bias": False,
 }
+_GEMMA_2: dict[str, Any] = {
+    "activation_key": "hidden_activation",
+    "activation": "gelu_pytorch_tanh",
+    "post_norm": "post_feedforward_layernorm",
+}
 
 
 def _plain(model_type: str, up: str, down: str, **facts: object) -> Family:
@@ -76,12 +83,12 @@ DENSE: dict[str, Family] = {
         Family(model_type="qwen2", defaults=_QWEN),
         Family(model_type="qwen3", defaults=_QWEN | {"head_dim": 128, "attention_bias": False}),
         Family(model_type="gemma", activation="gelu_pytorch_tanh", defaults=_GEMMA),
-        Family(model_type="gemma2", activation_key="hidden_activation", activation="gelu_pytorch_tanh"),
-        Family(model_type="gemma3", activation_key="hidden_activation", activation="gelu_pytorch_tanh"),
-        Family(model_type="gemma3_text", activation_key="hidden_activation", activation="gelu_pytorch_tanh"),
+        Family(model_type="gemma2", **_GEMMA_2),
+        Family(model_type="gemma3", **_GEMMA_2),
+        Family(model_type="gemma3_text", **_GEMMA_2),
         Family(model_type="phi3", gate="mlp.gate_up_proj", up="mlp.gate_up_proj", fused_gate_up=True,
                defaults=_PHI3),
-        Family(model_type="olmo2", defaults=_OLMO2),
+        Family(model_type="olmo2", defaults=_OLMO2, post_norm="post_feedforward_layernorm"),
         Family(model_type="granite", defaults=_GRANITE),
         Family(model_type="smollm3"),
         _plain("gpt2", "mlp.c_fc", "mlp.c_proj", layers="h", transposed=True, hidden_key="n_embd", width_key="n_inner",

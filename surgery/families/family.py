@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from surgery.checkpoint import Checkpoint, LazyTensor
+from surgery.checkpoint import Checkpoint, LazyTensor, concatenate
 from surgery.errors import SurgeryError
 
 
@@ -26,6 +26,7 @@ class Family:
     """One `model_type`. Paths are relative to a decoder layer; `.weight` and `.bias` are appended to them."""
 
     model_type: str
+    post_norm: str | None = None  # the norm between the MLP's output and the residual stream
     layers: str = "layers"  # the name of the ModuleList of decoder layers
     mlp: str = "mlp"  # the module; "" where its parts stand in the layer itself
     gate: str | None = "mlp.gate_proj"
@@ -140,6 +141,21 @@ class Blocks:
             gate, gate_bias = need(f.gate), take(f.gate, "bias")
         return Mlp(gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
                    names=tuple(used))  # fmt: skip
+
+    def restored(self, index: int, mlp: Mlp) -> dict[str, LazyTensor]:
+        """The tensors on disk that hold this MLP in layer `index`: the inverse of `mlp`."""
+        f, out = self.family, dict[str, LazyTensor]()
+        gate = [(mlp.gate, mlp.gate_bias, f.gate)] if f.gate and not f.fused_gate_up else []
+        for weight, bias, path in (*gate, (mlp.up, mlp.up_bias, f.up), (mlp.down, mlp.down_bias, f.down)):
+            if path == f.up and f.fused_gate_up:
+                assert weight is not None and mlp.gate is not None
+                weight = concatenate([mlp.gate, weight])
+                bias = concatenate([mlp.gate_bias, bias]) if mlp.gate_bias and bias else None
+            if weight is not None:
+                out[f"{self.layer(index)}{path}.weight"] = weight.transpose() if f.transposed else weight
+            if bias is not None:
+                out[f"{self.layer(index)}{path}.bias"] = bias
+        return out
 
 
 def _halves(t: LazyTensor) -> tuple[LazyTensor, LazyTensor]:
