@@ -13,8 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from surgery import __version__
-from surgery.checkpoint import Checkpoint, Plan, check_target, finish, is_finished, make_plan, open_checkpoint, write
+from surgery import __version__, modeling
+from surgery.checkpoint import (
+    Checkpoint,
+    Plan,
+    check_space,
+    check_target,
+    finish,
+    is_finished,
+    make_plan,
+    open_checkpoint,
+    write,
+)
 from surgery.checkpoint.integrity import damaged_shards, nonfinite, stray_weights
 from surgery.checkpoint.writer import RECORD
 from surgery.errors import SurgeryError, UsageError
@@ -66,7 +76,10 @@ def suffix(checkpoint: Checkpoint) -> str:
     parts = []
     for step in checkpoint.steps:
         p = step.parameters
-        if step.operation == "upcycle":
+        if step.operation == "relufy":
+            percent = [f"{p['sparsity'] * 100:g}"] if "sparsity" in p else []
+            parts.append("-".join([p["activation"], *percent, *([] if p["repair"] == "none" else [p["repair"]])]))
+        elif step.operation == "upcycle":
             parts.append(f"{p['target']}-{p['experts']}x-top{p['top_k']}".replace("_", "-"))
         else:
             parts.append(str(p.get("activation") or p.get("dtype") or step.operation))
@@ -108,6 +121,7 @@ def convert(source: Checkpoint, output: Checkpoint, out: Path, *, max_shard_size
         require_names(source, output)
     resumed = 0
     if not already:
+        check_space(plan, out, hardlink)  # also for what a calibration will download
         prepare(output, out, observer)
         with observer.stage("writing", plan.nbytes, "B") as progress:
             written = write(plan, out, source=source, hardlink=hardlink, hashed=verify, progress=progress)
@@ -146,10 +160,23 @@ def require_space(folder: Path, nbytes: int) -> None:
 
 
 def require_trust(checkpoint: Checkpoint, trust_remote_code: bool) -> None:
-    """Refuse a checkpoint whose config names code of its own, unless the user trusts it."""
-    if checkpoint.custom_code and not trust_remote_code:
+    """Refuse a checkpoint whose config names code of its own, unless the user trusts it or it is what surgery wrote."""
+    if checkpoint.custom_code and not trust_remote_code and not _is_ours(checkpoint):
         raise SurgeryError(f"{checkpoint.source.location} brings code of its own (auto_map in config.json)",
                            "read that code, then give --trust-remote-code to let it run")  # fmt: skip
+
+
+def _is_ours(checkpoint: Checkpoint) -> bool:
+    code = {f.name: f.path().read_bytes() for f in checkpoint.files if f.name.endswith(".py")}
+    configs = [dict(checkpoint.config)]
+    for file in checkpoint.files:
+        if file.name.endswith("_config.json"):
+            try:
+                found = json.loads(file.path().read_bytes())
+            except ValueError:
+                return False
+            configs += [found] if isinstance(found, dict) else []
+    return bool(code) and modeling.runs_only_ours(configs, code)
 
 
 def require_names(source: Checkpoint, output: Checkpoint) -> None:
@@ -213,13 +240,19 @@ def verify_folder(source: Checkpoint, folder: Path, trust_remote_code: bool = Fa
         output = open_checkpoint(folder)
         require_trust(output, trust_remote_code)
         with observer.stage("verifying", 0, "layer") as progress:
-            verification = verify(source, output, exact=bool(record["exact"]), layers=record["layers"] or None,
+            verification = verify(source, output, exact=bool(record["exact"]), layers=record["layers"] or None, repaired=_is_repaired(record),
                                   first=rows, progress=lambda what, done, total: progress(1))  # fmt: skip
     for name, digest in sha256.items():
         record["shards"][name]["sha256"] = digest
     record["verification"] = verification.as_dict()
     finish(folder, record)
     return verification
+
+
+def _is_repaired(record: dict[str, Any]) -> bool:
+    """Whether weights were fitted after a swap of the activation, and nothing else was done to them."""
+    steps = [s for s in record["recipe"] if s["operation"] != "cast"]
+    return bool(steps) and all(s["operation"] == "relufy" and s.get("repair") != "none" for s in steps)
 
 
 def check_files(source: Checkpoint, folder: Path, shards: dict[str, Any], fresh: Iterable[str],

@@ -2,18 +2,16 @@
 
 Names and shapes alone prove little: a wrong norm or rope loads without a complaint. So an exact conversion is held to
 
-    max |source logits - output logits|  <=  1e-5 · max(1, std of the source logits)        in fp32
+    max |source logits - output logits|  <=  1e-5 · max(1, std of the source logits)
 
 on sequences longer than any sliding window in force, and a control shows that the comparison can fail: with the MLP of
-the last converted layer set to zero in the output it must exceed the limit. A deep real model can round by more than
-that on its own (attention computed another way moves the logits of a 30-layer model by 1e-5 of their std), so where
-the limit is exceeded the rounding of the source is measured: its logits with each MLP output y computed as
-0.4·y + 0.6·y, the same numbers rounded as routing weights round them. The limit is then four times that, and the row
-says so. Any other conversion is shown by the perplexity of both,
-
-    exp( - mean log p(token t+1 | tokens 1..t) )        natural logarithm, over windows of 512 tokens
-
-where the beginning-of-sequence token is never predicted. Both models are walked layer by layer: neither need fit in
+the last converted layer set to zero in the output it must exceed the limit. Both models are computed in fp32. A deep one
+can round by more than the limit on its own (attention computed another way moves the logits of a 30-layer model by 1e-5
+of their std), so where fp32 exceeds it, fp32 decides nothing: both are walked again in true fp64, norms, softmax, router
+and rope included, on the sequence where they differed most, and held to the same limit, control and all. There two
+models of the same function differ by about 1e-13 of the std, and by 1e-7 where weights were folded and kept in fp32.
+Any other conversion is shown by what it costs (analysis/quality.py): perplexity, agreement with the source and exact zeros,
+on text of two domains; where it was repaired, of the swap without the repair as well. Both models are walked layer by layer: neither need fit in
 memory.
 """
 
@@ -21,12 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from surgery.analysis import quality
 from surgery.calibration.data import Sample, sample_ids
 from surgery.calibration.stock import NameReport, check_names, parse_config, unknown_fields
 from surgery.calibration.walk import Walk
@@ -34,8 +33,8 @@ from surgery.checkpoint import Checkpoint, constant
 from surgery.families import locate
 
 PARITY = 1e-5  # of max(1, std of the source logits)
-ROUNDING = 4  # times the measured rounding of the source, where that is the larger limit
 LENGTH, WINDOW_MARGIN = 512, 64
+SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Progress = Callable[[str, int, int], None]  # what is done, how many layers of how many
 
 
@@ -81,21 +80,51 @@ class Verification:
 
 
 def verify(source: Checkpoint, output: Checkpoint, *, exact: bool, layers: Sequence[int] | None = None,
-           tokens: int = 2048, dtype: torch.dtype = torch.float32, device: str = "cpu",
+           repaired: bool = False, tokens: int = 2048, dtype: torch.dtype = torch.float32, device: str = "cpu",
            first: Iterable[Row] = (), progress: Progress = lambda what, done, total: None) -> Verification:  # fmt: skip
     """Compare `output` with the `source` it was made from.
 
-    `layers` are those whose MLP was converted (default: all); `first` are rows of other checks, to stand first. Names
+    `layers` are those whose MLP was converted (default: all); `repaired`: the weights were fitted after a swap of the
+    activation, which is then shown on its own; `tokens` are of each text; `first` are rows of other checks, to stand first. Names
     and shapes that do not fit the output's class end it: the class could not run.
     """
     names = [*name_rows(check_names(source), check_names(output)), *unknown_rows(output)]
     result = Verification(rows=(*first, *names), exact=exact, dtype=str(dtype).removeprefix("torch."))
     if not all(row.passed for row in names):
         return result
+    if not exact:
+        texts = quality.texts(source, tokens, sequence_length(source, output, exact))
+        rows = (*result.rows, *_quality_rows(source, output, texts, repaired, dtype, device, progress))
+        return Verification(rows=rows, exact=exact, dtype=result.dtype, sample=texts.samples["evaluation"])
     sample = sample_ids(source, tokens=tokens, sequence_length=sequence_length(source, output, exact))
-    walks = [Walk(c, sample.input_ids, dtype=dtype, device=device) for c in (source, output)]
-    pair = _Pair(walks[0], walks[1], sample, progress, last=max(range(len(walks[1])) if layers is None else layers))
-    return Verification(rows=(*result.rows, *pair.rows(exact)), exact=exact, dtype=result.dtype, sample=sample)
+    last = max(range(locate(output).count) if layers is None else layers)
+    pair = _Pair(source, output, sample.input_ids, dtype=dtype, device=device, last=last, progress=progress)
+    rows = (*result.rows, *_rows(pair, sample))
+    return Verification(rows=rows, exact=exact, dtype=result.dtype, sample=sample)
+
+
+def _quality_rows(source: Checkpoint, output: Checkpoint, texts: quality.Texts, repaired: bool, dtype: torch.dtype,
+                  device: str, progress: Progress) -> Iterator[Row]:  # fmt: skip
+    """Perplexity, agreement and zeros of source, swap without repair and output."""
+    models = {"source": source} | ({"swap without repair": quality.plain_swap(source, output)} if repaired else {})
+    found = quality.measure({**models, "output": output}, texts, dtype=dtype, device=device, progress=progress)
+    if found["source"].not_finite:
+        check = "warning: the source's logits are NaN or Inf, so nothing more can be compared"
+        yield Row(check=check, value=found["source"].not_finite)
+        return
+    bad = found["output"].not_finite
+    yield Row(check="output logits not finite", value=bad, relation="<=", limit=0, passed=not bad)
+    for text, sample in texts.samples.items():
+        detail = (f"{sample.input_ids.numel() - len(sample.input_ids)} tokens", sample.source)
+        for name, q in found.items():
+            yield Row(check=f"perplexity of the {name}, {quality.TEXTS[text]}", value=q.perplexity[text], detail=detail)
+    for text in texts.samples:
+        check = f"next tokens that agree with the source's, {quality.TEXTS[text]}"
+        yield Row(check=check, value=found["output"].agreement[text])
+    for name in ("source", "output"):
+        layers = tuple(f"layer {i}: {z:.4f}" for i, z in enumerate(found[name].zeros))
+        if layers and not math.isnan(found[name].sparsity):
+            yield Row(check=f"exact zeros among the products of the {name}", value=found[name].sparsity, detail=layers)
 
 
 def name_rows(source: NameReport, output: NameReport) -> list[Row]:
@@ -135,25 +164,54 @@ def _window(config: Any) -> int:
     return max(sliding, chunked)
 
 
+def _rows(pair: _Pair, sample: Sample) -> Iterator[Row]:
+    """Finite logits, parity and its control, perplexity of both where the ids are text."""
+    compared = pair.compared
+    source, output = compared.not_finite
+    if source:
+        yield Row(check="warning: the source's logits are NaN or Inf, so nothing more can be compared", value=source)
+        return
+    yield Row(check="output logits not finite", value=output, relation="<=", limit=0, passed=not output)
+    yield from _parity(pair)
+    if sample.text:
+        detail = (f"{compared.scored} tokens in windows of {sample.input_ids.shape[1]}", sample.source)
+        for i, name in enumerate(("source", "output")):
+            yield Row(check=f"perplexity of the {name}", value=compared.perplexity(i), detail=detail)
+
+
+def _parity(pair: _Pair) -> Iterator[Row]:
+    """The largest difference against its limit, in fp64 where fp32 cannot tell, and the control."""
+    value, limit = pair.compared.delta, pair.compared.limit
+    kind = SHORT[pair.dtype]
+    if value > limit and kind != "fp64":
+        yield Row(check=f"logits max|Δ| in {kind}, more than {limit:.3g}: fp64 decides", value=value)
+        yield from _parity(pair.in_fp64())
+        return
+    check = f"logits max|Δ| in {kind}" + (", worst sequence" if kind == "fp64" else "")
+    sequences, length = pair.input_ids.shape
+    yield Row(check=check, value=value, relation="<=", limit=limit, passed=value <= limit,
+              detail=(f"{sequences} × {length} tokens",))  # fmt: skip
+    control, check = pair.control(), f"control: max|Δ| in {kind} with the MLP of layer {pair.last} zeroed"
+    yield Row(check=check, value=control, relation=">", limit=limit, passed=not control <= limit)
+
+
 # --- forward passes ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True, slots=True)
 class _Comparison:
-    """Sums over the logits of both models: everything that the rows are made of."""
+    """Sums over the logits of both models, of `sequences` rows of ids: everything that the rows are made of."""
 
-    delta: Tensor = field(default_factory=lambda: torch.zeros(()))  # a tensor, as Python's max would lose a NaN
-    total: float = 0.0  # of the source's logits
-    squares: float = 0.0
-    count: int = 0
-    not_finite: list[int] = field(default_factory=lambda: [0, 0])
-    nll: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    scored: int = 0
+    def __init__(self, sequences: int) -> None:
+        self.deltas = torch.zeros(sequences, dtype=torch.float64)  # max|Δ| of each; Python's max would lose a NaN
+        self.total = self.squares = 0.0  # of the source's logits
+        self.count = self.scored = 0
+        self.not_finite = [0, 0]
+        self.nll = [0.0, 0.0]
 
-    def add(self, logits: tuple[Tensor, Tensor], targets: Tensor) -> None:
+    def add(self, rows: slice, logits: tuple[Tensor, Tensor], targets: Tensor) -> None:
         """Logits of source and output [b, n, V]; the tokens that follow [b, n], one fewer at the end of a sequence."""
         a, b = logits
-        self.delta = torch.maximum(self.delta, (a - b).abs().max().cpu())
+        self.deltas[rows] = torch.maximum(self.deltas[rows], (a - b).abs().amax((1, 2)).double().cpu())
         self.total += a.sum(dtype=torch.float64).item()
         self.squares += a.double().square().sum().item()
         self.count += a.numel()
@@ -162,6 +220,10 @@ class _Comparison:
             self.not_finite[i] += int((~x.isfinite()).sum())
             flat = x[:, : targets.shape[1]].flatten(0, 1)
             self.nll[i] += torch.nn.functional.cross_entropy(flat, targets.flatten(), reduction="sum").item()
+
+    @property
+    def delta(self) -> float:
+        return self.deltas.max().item()
 
     @property
     def limit(self) -> float:
@@ -175,69 +237,42 @@ class _Comparison:
 class _Pair:
     """Source and output at the end of their walks, over the same ids; `last` is the last converted layer."""
 
-    def __init__(self, source: Walk, output: Walk, sample: Sample, progress: Progress, last: int) -> None:
-        self.source, self.output, self.sample, self.progress, self.last = source, output, sample, progress, last
+    def __init__(self, source: Checkpoint, output: Checkpoint, input_ids: Tensor, *, dtype: torch.dtype, device: str,
+                 last: int, progress: Progress) -> None:  # fmt: skip
+        self.input_ids, self.dtype, self.device = input_ids, dtype, device
+        self.last, self.progress = last, progress
+        self.source, self.output = (Walk(c, input_ids, dtype=dtype, device=device) for c in (source, output))
         self.before_last: list[Tensor] = []  # the first batch, as it enters that layer of the output
-        self.limit = math.nan
-        for name, walk in (("source", source), ("output", output)):
+        again = " in fp64" if dtype == torch.float64 else ""
+        for name, walk in (("source", self.source), ("output", self.output)):
             for layer in walk:
-                if walk is output and layer.index == last:
+                if walk is self.output and layer.index == last:
                     self.before_last = layer.hidden[:1]
                 layer.run()
-                progress(f"{name} layers", layer.index + 1, len(walk))
+                progress(f"{name} layers{again}", layer.index + 1, len(walk))
+        self.compared = self._compare(self.source, self.output)
 
-    def rows(self, exact: bool) -> Iterator[Row]:
-        """Finite logits, parity and its control where `exact`, perplexity of both where the ids are text."""
-        compared = self._compare(self.source, self.output)
-        self.limit = compared.limit
-        source, output = compared.not_finite
-        if source:
-            yield Row(
-                check="warning: the source's logits are NaN or Inf, so nothing more can be compared", value=source
-            )
-            return
-        yield Row(check="output logits not finite", value=output, relation="<=", limit=0, passed=not output)
-        if exact:
-            yield from self._parity(compared.delta.item())
-            yield self.control()
-        if self.sample.text or not exact:
-            detail = (f"{compared.scored} tokens in windows of {self.sample.input_ids.shape[1]}", self.sample.source)
-            for i, name in enumerate(("source", "output")):
-                yield Row(check=f"perplexity of the {name}", value=compared.perplexity(i), detail=detail)
+    def in_fp64(self) -> _Pair:
+        """Both again in fp64, on the sequence where they differ most."""
+        worst = int(self.compared.deltas.argmax())
+        device = "cpu" if self.device.startswith("mps") else self.device  # which has no fp64
+        return _Pair(self.source.checkpoint, self.output.checkpoint, self.input_ids[worst : worst + 1],
+                     dtype=torch.float64, device=device, last=self.last, progress=self.progress)  # fmt: skip
 
-    def _parity(self, value: float) -> Iterator[Row]:
-        check = "logits max|Δ|"
-        if value > self.limit and (rounding := self.rounding()) * ROUNDING > self.limit:
-            yield Row(check="rounding of the source's own logits in fp32", value=rounding)
-            self.limit, check = ROUNDING * rounding, f"{check}, against {ROUNDING} × that rounding"
-        yield Row(check=check, value=value, relation="<=", limit=self.limit, passed=value <= self.limit)
-
-    def rounding(self) -> float:
-        """max|Δ| of the source's logits against its own with each MLP output y computed as 0.4·y + 0.6·y."""
-        walk = Walk(self.source.checkpoint, self.sample.input_ids, dtype=self.source.dtype, device=self.source.device)
-        for layer in walk:
-            down = layer.module.get_submodule(walk.blocks.family.down)
-            hook = down.register_forward_hook(lambda module, inputs, y: 0.4 * y + 0.6 * y)
-            layer.run()
-            hook.remove()
-            self.progress("rounding layers", layer.index + 1, len(walk))
-        return self._compare(self.source, walk).delta.item()
-
-    def control(self) -> Row:
-        """Parity again on the first batch, with the output's MLP of the last converted layer zeroed: it must be caught."""
+    def control(self) -> float:
+        """max|Δ| on the first batch with the output's MLP of the last converted layer zeroed: it must be caught."""
         zeroed = self.output.fork(without_mlp(self.output.checkpoint, self.last), self.before_last)
         for layer in zeroed.steps(start=self.last):
             layer.run()
             self.progress("control layers", layer.index + 1 - self.last, len(zeroed) - self.last)
-        compared = self._compare(self.source.fork(self.source.checkpoint, self.source.hidden[:1]), zeroed)
-        value, check = compared.delta.item(), f"control: max|Δ| with the MLP of layer {self.last} zeroed"
-        return Row(check=check, value=value, relation=">", limit=self.limit, passed=not value <= self.limit)
+        return self._compare(self.source.fork(self.source.checkpoint, self.source.hidden[:1]), zeroed).delta
 
     def _compare(self, source: Walk, output: Walk) -> _Comparison:
-        compared = _Comparison()
+        compared = _Comparison(len(self.input_ids))
         for ((rows, positions), a), (_, b) in zip(source.logits(), output.logits(), strict=True):
             following = slice(positions.start + 1, positions.stop + 1)
-            compared.add((a.float(), b.float()), self.sample.input_ids[rows, following].to(a.device))
+            logits = (a, b) if a.dtype == torch.float64 else (a.float(), b.float())
+            compared.add(rows, logits, self.input_ids[rows, following].to(a.device))
         return compared
 
 

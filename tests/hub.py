@@ -42,12 +42,15 @@ class RefusedError(Exception):
 
 
 class FakeHub:
-    """`served` counts the bytes of each file's content, `requests` the requests by method and path."""
+    """`served` counts the bytes of each file's content, `requests` the requests by method and path. The first answers
+    to requests whose path holds `busy_at` are the statuses of `busy`, a number each: 503, 429, ..."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.served: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
+        self.busy: list[int] = []
+        self.busy_at = ""
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -84,6 +87,11 @@ class FakeHub:
             if served:
                 self.served[served] += size
 
+    def refuse_if_busy(self, path: str) -> None:
+        with self._lock:
+            if self.busy and self.busy_at in path:
+                raise RefusedError(self.busy.pop(0), "")
+
     def find(self, name: str, revision: str) -> tuple[str, Files]:
         """The commit that `revision` names, and its files."""
         if name not in self.repositories:
@@ -115,6 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         self.body, self.query = self.rfile.read(length), parse_qs(url.query)
         try:
+            self.hub.refuse_if_busy(url.path)
             for method, pattern, name in _ROUTES:
                 if re.fullmatch(method, self.command) and (match := re.fullmatch(pattern, url.path)):
                     return getattr(self, name)(**{k: unquote(v or "main") for k, v in match.groupdict().items()})

@@ -24,7 +24,7 @@ class Calibration:
     `sequence_length`. `device` and `dtype`: by default the fastest there is. `memory_budget`: bytes of hidden states
     beyond which they lie in temporary files."""
 
-    tokens: int = 131_072
+    tokens: int = 65_536
     sequence_length: int = 512
     text: str | None = None
     dataset: str | None = None

@@ -23,6 +23,7 @@ import torch
 import transformers
 from torch import nn
 
+from surgery.calibration.double import arithmetic
 from surgery.checkpoint import Checkpoint, LazyTensor
 from surgery.checkpoint.tensors import DTYPES
 from surgery.errors import SurgeryError
@@ -30,7 +31,7 @@ from surgery.families import Blocks
 
 OTHER_MODALITIES = ("vision", "visual", "audio", "multi_modal")  # parts of a name that text never passes
 WRITTEN_FOR_BOTH = ("dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
-                    "partial_rotary_factor", "transformers_version", "auto_map", "architectures", "model_type")  # fmt: skip
+                    "partial_rotary_factor", "tokenizer_class", "transformers_version", "auto_map", "architectures", "model_type")  # fmt: skip
 CONVERTS = int(transformers.__version__.split(".")[0]) >= 5  # transformers 5 renames and fuses tensors as it loads
 
 
@@ -62,7 +63,8 @@ def unknown_fields(checkpoint: Checkpoint) -> tuple[str, ...]:
 def meta_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """The CausalLM class of the checkpoint: parameters on the meta device, buffers real, in eval mode.
 
-    Attention is what `from_pretrained` chooses, but eager where scores are soft-capped: sdpa leaves the cap out.
+    Attention is what `from_pretrained` chooses, but eager where scores are soft-capped: sdpa leaves the cap out. In
+    fp64 (see `double`) experts are eager too: grouped_mm has no fp64.
     """
     from accelerate import init_empty_weights
 
@@ -70,8 +72,11 @@ def meta_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, devic
         config = _parse(checkpoint, folder)
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
             config._attn_implementation = "eager"
+        if dtype == torch.float64:
+            config._experts_implementation = "eager"
         options = {"dtype": dtype, "trust_remote_code": runs_custom_code(checkpoint)}
-        model = transformers.AutoModelForCausalLM.from_config(config, **options)
+        with arithmetic(dtype):
+            model = transformers.AutoModelForCausalLM.from_config(config, **options)
     model.config.output_router_logits = False  # the auxiliary loss wants router logits of layers that are not there
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from surgery.calibration import stock
+from surgery.calibration.double import arithmetic
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import locate
@@ -43,10 +44,12 @@ class Layer:
     done: bool = False
 
     @torch.no_grad()
-    def outputs(self) -> Iterator[Tensor]:
-        """The output [b, T, H] of each batch with the module as it stands; the walk does not move."""
-        for hidden, (args, kwargs) in zip(self.hidden, self.arguments, strict=False):
-            out = self.module(hidden.to(self.device), *args, **kwargs)
+    def outputs(self, hidden: Sequence[Tensor] | None = None) -> Iterator[Tensor]:
+        """The output [b, T, H] of each batch, or of these `hidden`, with the module as it stands; the walk does not move."""
+        states = self.hidden if hidden is None else hidden
+        for x, (args, kwargs) in zip(states, self.arguments, strict=False):
+            with arithmetic(x.dtype):
+                out = self.module(x.to(self.device), *args, **kwargs)
             yield out[0] if isinstance(out, tuple) else out
 
     def run(self, each: Callable[[int, Tensor], None] = lambda b, output: None) -> None:
@@ -62,7 +65,8 @@ class Walk:
 
     The body of the loop may hook `layer.module`, look at `layer.outputs()`, load other weights into it, and `run()`
     it; a layer that it did not run is run when the loop goes on. `hidden` is where the walk stands, and is changed in
-    place. Hidden states beyond `memory_budget` bytes lie in a temporary file.
+    place. Hidden states beyond `memory_budget` bytes lie in a temporary file. With `dtype` fp64 everything is computed in
+    fp64 (see `double`).
     """
 
     def __init__(self, checkpoint: Checkpoint, input_ids: Tensor, *, dtype: torch.dtype = torch.float32,
@@ -71,6 +75,7 @@ class Walk:
         self.blocks = locate(checkpoint)
         self.model = stock.meta_model(checkpoint, dtype, device)
         self.layers_name, self.layers = stock.decoder_layers(self.model, self.blocks)
+        self.memory_budget = memory_budget
         self.hidden: list[Tensor] = _Hidden(memory_budget)
         self.arguments: list[list[Arguments]] = [[] for _ in self.layers]  # by layer, by batch
         self._record(input_ids.split(batch_size or max(1, BATCH_TOKENS // input_ids.shape[1])))
@@ -109,6 +114,13 @@ class Walk:
             with extent.file.path().open("rb") as f:
                 os.posix_fadvise(f.fileno(), extent.offset, extent.length, os.POSIX_FADV_WILLNEED)
 
+    def twin(self) -> list[Tensor]:
+        """The hidden states once more, to be moved through the layers by other weights; spilled alike."""
+        copy = _Hidden(self.memory_budget)
+        for hidden in self.hidden:
+            copy.append(hidden)
+        return copy
+
     def fork(self, checkpoint: Checkpoint, hidden: Sequence[Tensor]) -> Walk:
         """A walk that goes on from `hidden` (the first batches) with the weights of `checkpoint`, of the same config.
 
@@ -142,7 +154,7 @@ class Walk:
         """Final norm and head of hidden states [b, n, H] that stand at the end of the last layer."""
         width = self.model.get_input_embeddings().embedding_dim
         nothing = torch.zeros(*hidden.shape[:2], width, dtype=self.dtype, device=self.device)
-        with self._stubs(lambda hidden_states, *args, **kwargs: hidden.as_subclass(_Whole)):
+        with arithmetic(self.dtype), self._stubs(lambda hidden_states, *args, **kwargs: hidden.as_subclass(_Whole)):
             return self.model(inputs_embeds=nothing, use_cache=False).logits
 
     @torch.no_grad()
@@ -157,7 +169,7 @@ class Walk:
                 _calls.append((hidden_states, (args, kwargs)))
                 return hidden_states.as_subclass(_Whole)
 
-            with self._stubs(stub):
+            with arithmetic(self.dtype), self._stubs(stub):
                 self.model.base_model(input_ids=ids.to(self.device), use_cache=False)
             self.hidden.append(calls[0][0])
             for arguments, (_, (args, kwargs)) in zip(self.arguments, calls, strict=True):

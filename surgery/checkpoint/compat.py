@@ -49,7 +49,7 @@ def _rope_for_4(config: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any
         rope = full
         if "rope_theta" in (local := new.get("sliding_attention") or {}):
             out.setdefault("rope_local_base_freq", local["rope_theta"])
-    for name, key in (*_NAMES_OF_4, *_NAMES_OF_4_IN.get(str(config.get("model_type")), ())):
+    for name, key in (*_NAMES_OF_4, *_NAMES_OF_4_IN.get(str(config.get("model_type")).removeprefix("surgery_"), ())):
         if key in rope and out.get(name) is None:
             out[name] = rope[key]
     if _rope_type(rope) == "longrope":

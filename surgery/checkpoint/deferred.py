@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 Progress = Callable[[int], None]
-REPORT = "report.json"
+REPORT, NOTES = "report.json", "notes.json"  # when all is done; until then
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ScratchFile:
 
 
 class Work:
-    """`run(work, progress)` must `put` every tensor that was `promise`d, and may leave figures in `report`.
+    """`run(work, progress)` must `put` every tensor that was `promise`d, and may `note` figures in `report`.
 
     `identity` is a line that changes whenever a value may: source, parameters, data. `total` counts what `progress` is
     told (layers). `peak_memory` is an upper bound in bytes.
@@ -84,8 +84,8 @@ class Work:
             return
         self._folder = folder / self.identity[:16]
         self._folder.mkdir(parents=True, exist_ok=True)
+        self.report.update(_read(self._folder / REPORT) or _read(self._folder / NOTES) or {})
         if self.done:
-            self.report = json.loads((self._folder / REPORT).read_text(encoding="utf-8"))
             progress(self.total)
             return
         try:
@@ -106,6 +106,17 @@ class Work:
         path = self._folder / name
         return path.is_file() and path.stat().st_size == self._promised[name].nbytes
 
+    def promised(self, name: str) -> bool:
+        return name in self._promised
+
+    def has_all(self, prefix: str) -> bool:
+        """Whether every promised tensor whose name begins so is made."""
+        return all(self.has(n) for n in self._promised if n.startswith(prefix))
+
+    def lazy(self, name: str) -> LazyTensor:
+        """The tensor that was promised under this name."""
+        return self._promised[name]
+
     def put(self, name: str, value: torch.Tensor) -> None:
         """Keep a value, rounded to the promised dtype."""
         import torch
@@ -117,13 +128,22 @@ class Work:
         assert self._folder is not None
         _write(self._folder / name, value.reshape(-1).view(torch.uint8).numpy().tobytes())
 
+    def note(self, key: str, value: Any) -> None:
+        """Leave a figure in the report, where a run that goes on after an interruption finds it."""
+        assert self._folder is not None
+        self.report[key] = value
+        _write(self._folder / NOTES, json.dumps(self.report).encode())
+
     def get(self, name: str) -> torch.Tensor:
         """A value that was put, in the promised dtype."""
         return self._promised[name].read()
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def _write(path: Path, data: bytes) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(data)
     partial.replace(path)
-

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.tensors import SourceFile
 from surgery.errors import SurgeryError, UsageError
 
 
@@ -29,13 +32,23 @@ class LocalFile:
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a Hub repository at a commit. Its header is read by range requests; `path` downloads it once."""
+    """A file of a Hub repository at a commit. Its header is read by range requests; `path` downloads it once.
+
+    `blob` is the name of its content in the hub cache, which every commit that has the same content shares.
+    """
 
     name: str
     size: int
     identity: str
     repo: str
     commit: str
+    blob: str = ""
+
+    @property
+    def missing(self) -> int:
+        """The bytes that `path` would fetch into the hub cache: all or none."""
+        blob = _cache_folder() / f"models--{self.repo.replace('/', '--')}" / "blobs" / self.blob
+        return 0 if blob.is_file() else self.size
 
     def path(self) -> Path:
         from huggingface_hub import hf_hub_download
@@ -114,7 +127,7 @@ def open_hub(repo: str, revision: str | None) -> Store:
         info = HfApi().model_info(repo, revision=revision, files_metadata=True)
         commit = str(info.sha)
         files: dict[str, File] = {
-            s.rfilename: HubFile(s.rfilename, s.size or 0, f"{repo}@{commit}", repo, commit)
+            s.rfilename: HubFile(s.rfilename, s.size or 0, f"{repo}@{commit}", repo, commit, _blob(s))
             for s in info.siblings or ()
         }
         if "config.json" in files:  # by the branch's name, so that the cache knows the branch when the Hub is off
@@ -122,10 +135,20 @@ def open_hub(repo: str, revision: str | None) -> Store:
     return Store(repo, commit, _cache_folder(), files)
 
 
+def _blob(sibling: Any) -> str:
+    """What the Hub gives as the file's ETag: sha256 of a large file, git's id of a small one."""
+    return str(sibling.lfs.sha256 if sibling.lfs else sibling.blob_id)
+
+
 def _cache_folder() -> Path:
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
+
+
+def bytes_to_fetch(files: Iterable[SourceFile]) -> int:
+    """What fetching these files adds to the hub cache, each of them once."""
+    return sum(f.missing for f in {f for f in files if isinstance(f, HubFile)})
 
 
 def _open_cached(repo: str, revision: str | None) -> Store:
@@ -150,9 +173,13 @@ class hub_errors:  # noqa: N801
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or not isinstance(error, Exception) or isinstance(error, SurgeryError):
             return
-        for name, message, hint in _HUB_ERRORS:
-            if any(c.__name__ == name for c in type(error).__mro__):
-                text = message.format(repo=self.repo, revision=self.revision or "main")
+        reasons: tuple[object, ...] = (error,)
+        if type(error).__name__ == "LocalEntryNotFoundError":
+            reasons = (error.__cause__, error)  # why it was not fetched: the Hub is busy, or out of reach
+        for reason, (name, message, hint) in itertools.product(reasons, _HUB_ERRORS):
+            if any(c.__name__ == name for c in type(reason).__mro__):
+                status = getattr(getattr(reason, "response", None), "status_code", "")
+                text = message.format(repo=self.repo, revision=self.revision or "main", status=status)
                 raise SurgeryError(text, hint.format(repo=self.repo)) from error
 
 
@@ -169,7 +196,8 @@ _HUB_ERRORS = (
      "unset HF_HUB_OFFLINE, or check the network"),
     ("EntryNotFoundError", "{repo} lacks a file that its listing names", "try again; the repository may have just changed"),
     ("OfflineModeIsEnabled", "HF_HUB_OFFLINE is set and {repo} is not in the cache", "unset HF_HUB_OFFLINE"),
-    ("HfHubHTTPError", "the Hub answered with an error for {repo}", "try again later; SURGERY_DEBUG=1 shows the answer"),
+    ("HfHubHTTPError", "the Hub answers with error {status} for {repo}",
+     "try again later: 429 is too many requests, 5xx a Hub that is busy; SURGERY_DEBUG=1 shows the answer"),
     ("TransportError", "cannot reach the Hub for {repo}", "check the network, or use a model in a folder on this disk"),
     ("ConnectionError", "cannot reach the Hub for {repo}", "check the network, or use a model in a folder on this disk"),
     ("OSError", "reading {repo} from the Hub failed", "check the network and the disk; SURGERY_DEBUG=1 shows the cause"),

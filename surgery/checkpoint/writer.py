@@ -24,6 +24,7 @@ from pathlib import Path
 
 from surgery.checkpoint.checkpoint import Checkpoint
 from surgery.checkpoint.compat import dump
+from surgery.checkpoint.files import bytes_to_fetch
 from surgery.checkpoint.plan import INDEX, Plan, Shard
 from surgery.checkpoint.tensors import LazyTensor, SourceFile
 from surgery.errors import SurgeryError
@@ -57,7 +58,7 @@ def write(plan: Plan, out: Path, *, source: Checkpoint, hardlink: bool = False, 
     Raises SurgeryError, before the first byte, for a folder that is not ours to write or a disk that is too small.
     """
     check_target(plan, out, source)
-    _check_space(plan, out, hardlink)
+    check_space(plan, out, hardlink)
     out.mkdir(parents=True, exist_ok=True)
     with _claimed(plan, out):
         done = {s.name for s in plan.shards if _has(out / s.name, s.nbytes)}
@@ -119,10 +120,10 @@ def _fingerprint_of(file: Path) -> str | None:
         return None
 
 
-def _hub_cache() -> str | None:
+def _hub_cache() -> Path:
     """Without importing huggingface_hub, which reads the same variables."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")  # noqa: PTH118
-    return str(Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser())
+    return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
 
 
 @contextlib.contextmanager
@@ -140,12 +141,40 @@ def _claimed(plan: Plan, out: Path) -> Iterator[None]:
         yield
 
 
-def _check_space(plan: Plan, out: Path, hardlink: bool) -> None:
-    needed = sum(s.nbytes for s in plan.shards if not _has(out / s.name, s.nbytes) and not (hardlink and s.verbatim))
-    free = shutil.disk_usage(next(p for p in (out, *out.resolve().parents) if p.exists())).free
+def check_space(plan: Plan, out: Path, hardlink: bool) -> None:
+    """Refuse what does not fit: the shards still to be written, and beside them what is fetched for them."""
+    todo = [s for s in plan.shards if not _has(out / s.name, s.nbytes)]
+    needed = sum(s.nbytes for s in todo if not (hardlink and s.verbatim))
+    fetched = bytes_to_fetch(file for s in todo for file in _sources(s))
+    if not fetched or _disk(out) == _disk(_hub_cache()):
+        downloads = f" with {fetched / 1e9:.2f} GB of downloads" if fetched else ""
+        _require_space(out, needed + fetched, downloads, "--out")
+    else:
+        _require_space(out, needed, "", "--out")
+        _require_space(_hub_cache(), fetched, " of downloads", "HF_HUB_CACHE")
+
+
+def _require_space(folder: Path, needed: int, what: str, option: str) -> None:
+    free = shutil.disk_usage(_existing(folder)).free
     if needed + SLACK > free:
-        raise SurgeryError(f"{out} needs {needed / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB free",
-                           "free some space, or give a folder on another disk with --out")  # fmt: skip
+        raise SurgeryError(f"{folder} needs {needed / 1e9:.2f} GB{what} and the disk has {free / 1e9:.2f} GB free",
+                           f"free some space, or give a folder on another disk with {option}")  # fmt: skip
+
+
+def _sources(shard: Shard) -> Iterator[SourceFile]:
+    """The source files that the shard is made of."""
+    if shard.verbatim:
+        yield shard.verbatim
+    for _, tensor in shard.tensors:
+        yield from (extent.file for extent in tensor.sources())
+
+
+def _existing(folder: Path) -> Path:
+    return next(p for p in (folder, *folder.resolve().parents) if p.exists())
+
+
+def _disk(folder: Path) -> int:
+    return _existing(folder).stat().st_dev
 
 
 # --- a file --------------------------------------------------------------------------------------------------------

@@ -69,14 +69,14 @@ def _rows(results: dict[str, Result]) -> list[dict[str, Any]]:
                 "parameters": weights.parameters(),
                 "active_parameters": weights.active(),
                 "activation": checkpoint.config["hidden_act"],
-                "perplexity": checks.get("perplexity of the output"),
-                "max_logit_difference": checks.get("logits max|Δ|"),
+                "perplexity": next((v for c, v in checks.items() if c.startswith("perplexity of the output")), None),
+                "max_logit_difference": next((v for c, v in checks.items() if c.startswith("logits max|Δ|")), None),
                 "passed": result.verification.passed if result and result.verification else True,
                 "folder": str(folder),
             }
         )
     if (relufied := results["relufied"].verification) is not None:
-        rows[0]["perplexity"] = next(r.value for r in relufied.rows if r.check == "perplexity of the source")
+        rows[0]["perplexity"] = next(r.value for r in relufied.rows if r.check.startswith("perplexity of the source"))
     return rows
 
 

@@ -30,6 +30,16 @@ _CONVERTING = (
     click.option("--quiet", "-q", is_flag=True, help="No progress bars and no tables."),
 )  # fmt: skip
 
+_CALIBRATED = (
+    click.option("--tokens", type=click.IntRange(min=1), help="Tokens to calibrate on. [default: 65536]"),
+    click.option("--sequence-length", type=click.IntRange(min=2), help="Tokens of a sequence. [default: 512]"),
+    click.option("--text", metavar="PATH", help="Text to calibrate on: a file, a .jsonl or a folder. [default: built-in, mixed]"),
+    click.option("--dataset", metavar="ID", help="A data set of the Hub to calibrate on, OWNER/NAME or OWNER/NAME:CONFIGURATION."),
+    click.option("--device", metavar="NAME", help="Where to calibrate: cuda, mps, cpu. [default: the fastest there is]"),
+    click.option("--calibration-dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Calibrate in. [default: bf16 where that is fast]"),
+    click.option("--memory-budget", metavar="SIZE", help="Hidden states held in memory, like 2GB; the rest goes to TMPDIR. [default: all]"),
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converting:
@@ -57,6 +67,25 @@ def converting(function: F) -> F:
     wrapped.__name__, wrapped.__doc__ = function.__name__, function.__doc__
     wrapped.__click_params__ = list(getattr(function, "__click_params__", []))  # type: ignore[attr-defined]
     for option in reversed(_CONVERTING):
+        option(wrapped)
+    return wrapped  # type: ignore[return-value]
+
+
+def calibrated(function: F) -> F:
+    """Add the options of a calibration; the command receives what was given of them as `calibration`."""
+    names = ("tokens", "sequence_length", "text", "dataset", "device", "calibration_dtype", "memory_budget")
+
+    def wrapped(**values: Any) -> Any:
+        from surgery.checkpoint import parse_size
+
+        given = {n.removeprefix("calibration_"): v for n in names if (v := values.pop(n)) is not None}
+        if "memory_budget" in given:
+            given["memory_budget"] = parse_size(given["memory_budget"])
+        return function(calibration=given, **values)
+
+    wrapped.__name__, wrapped.__doc__ = function.__name__, function.__doc__
+    wrapped.__click_params__ = list(getattr(function, "__click_params__", []))  # type: ignore[attr-defined]
+    for option in reversed(_CALIBRATED):
         option(wrapped)
     return wrapped  # type: ignore[return-value]
 

@@ -2,26 +2,65 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from surgery.cli.options import Converting, converting, execute
+from surgery.cli.options import Converting, calibrated, converting, execute
+
+ACTIVATIONS = ("relu", "relu2", "shifted", "fatrelu", "drelu", "cats", "teal")
 
 
 @click.command("relufy")
-@click.option("--activation", type=click.Choice(["relu", "relu2"]), default="relu", show_default=True)
-@click.option("--hardlink", is_flag=True, help="Link to MODEL's weight files instead of copying them (same disk only).")
+@click.option("--activation", type=click.Choice(ACTIVATIONS), default="relu", show_default=True, help="See below.")
+@click.option("--sparsity", type=float, metavar="FRACTION",
+              help="Exact zeros that thresholds are chosen for. [default: 0.8 shifted and fatrelu, 0.65 cats, 0.7 teal]")  # fmt: skip
+@click.option("--threshold", type=float, metavar="T", help="One threshold for every layer, instead of --sparsity.")
+@click.option("--per-neuron", is_flag=True, help="A threshold for each neuron, not one for each layer.")
+@click.option("--stage", type=click.Choice(["1", "2"]), default="1", show_default=True,
+              help="2: a ReLU after the norms that attention and the MLP read, too.")  # fmt: skip
+@click.option("--repair", type=click.Choice(["none", "ridge", "reconstruct"]), default="ridge", show_default=True,
+              help="none: the weights stay; ridge: refit down_proj; reconstruct: optimise gate, up and down too.")  # fmt: skip
+@click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
+@click.option(
+    "--hardlink", is_flag=True, help="With --repair none: link to MODEL's weight files instead of copying them."
+)
+@calibrated
 @converting
-def relufy_command(shared: Converting, activation: str, hardlink: bool) -> int:
-    """Put ReLU (or ReLU²) in every MLP of MODEL: stage 1 of ReLU Strikes Back. The weights stay byte for byte, so the
-    model is worse until it is trained; the verification shows the perplexity of both. Without MODEL, the checkpoint in
-    this folder.
+def relufy_command(shared: Converting, calibration: dict[str, Any], activation: str, sparsity: float | None,
+                   threshold: float | None, per_neuron: bool, stage: str, repair: str, layers: str | None,
+                   hardlink: bool) -> int:  # fmt: skip
+    """Give the MLPs of MODEL an activation that leaves most products at exactly zero, and repair them on calibration text,
+    one layer in memory at a time. The verification shows what that costs: perplexity on two domains of text, of the
+    source, of the swap without repair and of the result. Without MODEL, the checkpoint in this folder.
+
+    \b
+    Activations:
+      relu     stock        ReLU of the gate
+      relu2    stock        its square
+      shifted  llama stock  ReLU of the gate less a threshold
+      fatrelu  with code    the gate where it reaches a threshold
+      drelu    with code    ReLU of gate and up (TurboSparse)
+      cats     with code    the source's activation where it is large
+      teal     with code    the product where it is large
+    Stock ones load in transformers as they are, the others with trust_remote_code.
 
     \b
     Examples:
       surgery relufy meta-llama/Llama-2-7b-hf
-      surgery relufy ./my-model --activation relu2 --hardlink
-      surgery relufy ./my-model --dry-run --json
+      surgery relufy ./my-model --activation shifted --sparsity 0.9
+      surgery relufy ./my-model --text corpus/ --tokens 131072
+      surgery relufy ./my-model --repair none --hardlink
     """
     from surgery.operations.relufy import relufy
+    from surgery.run import parse_layers
 
-    return execute(shared, lambda checkpoint: relufy(checkpoint, activation=activation), hardlink=hardlink)
+    options: dict[str, Any] = {
+        "activation": activation,
+        "sparsity": sparsity,
+        "threshold": threshold,
+        "stage": int(stage),
+    }
+    chosen = parse_layers(layers)
+    return execute(shared, lambda checkpoint: relufy(checkpoint, **options, per_neuron=per_neuron, repair=repair, layers=chosen,
+                                                     calibration=calibration), hardlink=hardlink)  # fmt: skip

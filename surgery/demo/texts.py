@@ -16,7 +16,7 @@ import re
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from train import HERE, speeches
+from surgery.demo.train import HERE, speeches
 
 EXCERPT, SECOND = 20_000, 60_000  # characters
 STARTS = (10_000, 180_000, 350_000, 520_000)  # of the excerpts of a novel

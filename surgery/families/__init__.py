@@ -3,6 +3,6 @@
 A new family is a row in `dense.py` or `moe.py`; nothing else in the project names an architecture.
 """
 
-from surgery.families.family import Blocks, Family, Mlp, find, known, locate
+from surgery.families.family import OPERATED, Blocks, Family, Mlp, find, known, locate
 
-__all__ = ["Blocks", "Family", "Mlp", "find", "known", "locate"]
+__all__ = ["OPERATED", "Blocks", "Family", "Mlp", "find", "known", "locate"]

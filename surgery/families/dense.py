@@ -67,6 +67,7 @@ _GEMMA_2: dict[str, Any] = {
     "activation_key": "hidden_activation",
     "activation": "gelu_pytorch_tanh",
     "post_norm": "post_feedforward_layernorm",
+    "pre_norms": ("input_layernorm", "pre_feedforward_layernorm"),
 }
 
 
@@ -78,7 +79,7 @@ def _plain(model_type: str, up: str, down: str, **facts: object) -> Family:
 DENSE: dict[str, Family] = {
     f.model_type: f
     for f in (
-        Family(model_type="llama", defaults=_LLAMA),
+        Family(model_type="llama", defaults=_LLAMA, bias_key="mlp_bias"),
         Family(model_type="mistral", defaults=_MISTRAL),
         Family(model_type="qwen2", defaults=_QWEN),
         Family(model_type="qwen3", defaults=_QWEN | {"head_dim": 128, "attention_bias": False}),
@@ -88,15 +89,15 @@ DENSE: dict[str, Family] = {
         Family(model_type="gemma3_text", **_GEMMA_2),
         Family(model_type="phi3", gate="mlp.gate_up_proj", up="mlp.gate_up_proj", fused_gate_up=True,
                defaults=_PHI3),
-        Family(model_type="olmo2", defaults=_OLMO2, post_norm="post_feedforward_layernorm"),
-        Family(model_type="granite", defaults=_GRANITE),
+        Family(model_type="olmo2", defaults=_OLMO2, post_norm="post_feedforward_layernorm", pre_norms=()),
+        Family(model_type="granite", defaults=_GRANITE, bias_key="mlp_bias"),
         Family(model_type="smollm3"),
-        _plain("gpt2", "mlp.c_fc", "mlp.c_proj", layers="h", transposed=True, hidden_key="n_embd", width_key="n_inner",
+        _plain("gpt2", "mlp.c_fc", "mlp.c_proj", layers="h", pre_norms=("ln_1", "ln_2"), transposed=True, hidden_key="n_embd", width_key="n_inner",
                layers_key="n_layer", activation_key="activation_function", activation="gelu_new"),
-        _plain("opt", "fc1", "fc2", mlp="", width_key="ffn_dim", activation_key="activation_function",
+        _plain("opt", "fc1", "fc2", mlp="", pre_norms=(), width_key="ffn_dim", activation_key="activation_function",
                activation="relu"),
         _plain("gpt_neox", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", activation="gelu"),
-        _plain("falcon", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", layers="h", width_key="ffn_hidden_size",
+        _plain("falcon", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", layers="h", pre_norms=(), width_key="ffn_hidden_size",
                activation_key="activation", activation="gelu"),
         _plain("nemotron", "mlp.up_proj", "mlp.down_proj", activation="relu2"),
     )

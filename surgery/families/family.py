@@ -15,6 +15,8 @@ from typing import Any
 from surgery.checkpoint import Checkpoint, LazyTensor, concatenate
 from surgery.errors import SurgeryError
 
+OPERATED = "surgery_"  # before the model_type of a checkpoint whose blocks are code of ours: a "surgery_llama" is a llama
+
 
 def same_as(key: str) -> Callable[[Mapping[str, Any]], Any]:
     """A default that is another field's value."""
@@ -27,6 +29,8 @@ class Family:
 
     model_type: str
     post_norm: str | None = None  # the norm between the MLP's output and the residual stream
+    pre_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # what attention and the MLP read
+    bias_key: str | None = None  # the config key that gives gate, up and down biases
     layers: str = "layers"  # the name of the ModuleList of decoder layers
     mlp: str = "mlp"  # the module; "" where its parts stand in the layer itself
     gate: str | None = "mlp.gate_proj"
@@ -102,6 +106,11 @@ class Blocks:
     def layer(self, index: int) -> str:
         return f"{self.prefix}{index}."
 
+    @property
+    def residual_multiplier(self) -> float:
+        """What an MLP's output is multiplied with before it is added to the residual stream (Granite)."""
+        return float(self.checkpoint.text_config.get("residual_multiplier") or 1.0)
+
     def names(self, index: int) -> list[str]:
         """Every tensor of decoder layer `index`."""
         start = self.layer(index)
@@ -176,7 +185,8 @@ def find(config: Mapping[str, Any]) -> Family:
 
     Raises SurgeryError for a family that is not in the table.
     """
-    types = [t for t in ((config.get("text_config") or {}).get("model_type"), config.get("model_type")) if t]
+    stated = ((config.get("text_config") or {}).get("model_type"), config.get("model_type"))
+    types = [str(t).removeprefix(OPERATED) for t in stated if t]
     table = known()
     for t in types:
         if t in table:

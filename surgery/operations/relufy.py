@@ -1,45 +1,365 @@
-"""Relufication: the MLP's activation becomes ReLU, so that most of its products are exact zeros.
+"""Relufication: the MLP's activation becomes one that gives exact zeros, and the MLP is repaired on calibration text.
 
-This is stage 1 of ReLU Strikes Back (Mirzadeh et al. 2023, arXiv 2310.04564): config only, the weights stay. The swap
-alone ruins a SiLU or GELU model; it is where fine-tuning starts from.
+The published way (ReLU Strikes Back, Mirzadeh et al. 2023, arXiv 2310.04564) swaps the activation and trains for billions
+of tokens. The swap alone ruins a SiLU or GELU model; a refit of `down_proj` (repair.py) brings most of it back.
+
+What stock transformers can compute is written as a stock model: ReLU and ReLU² are a config field, shifted ReLU is ReLU
+with a bias of the gate where the family has one. Everything else travels with its code (surgery/modeling).
 """
 
 from __future__ import annotations
 
-from surgery.checkpoint import Checkpoint, Step
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from surgery import modeling
+from surgery.calibration.settings import Calibration
+from surgery.checkpoint import Checkpoint, InlineFile, LazyTensor, Step, Work, constant
 from surgery.errors import SurgeryError, UsageError
-from surgery.families import locate
+from surgery.families import Blocks, Mlp, locate
 from surgery.operations.sound import config_with, require_plain, require_whole
 
-ACTIVATIONS = ("relu", "relu2")  # relu2: ReLU(x)², Primer (So et al. 2021, arXiv 2109.08668)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from surgery.calibration.data import Sample
+    from surgery.calibration.walk import Layer, Walk
+    from surgery.operations.repair import Neurons
+
+REPAIRS = ("none", "ridge", "reconstruct")
 
 
-def relufy(checkpoint: Checkpoint, *, activation: str = "relu") -> Checkpoint:
-    """The same weights with `activation` ("relu" or "relu2") in every MLP.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Swap:
+    """A published activation: a rule of surgery/modeling/sparse_mlp.py, and the function in it ("": the source's own)."""
 
-    Raises SurgeryError where the activation is already that, the family's activation is not in its config, or a dense
-    MLP is incomplete.
+    rule: str
+    act: str
+    sparsity: float | None = None  # by default; None: what threshold 0 gives
+    paper: str
+
+
+ACTIVATIONS: dict[str, Swap] = {
+    "relu": Swap(rule="plain", act="relu", paper="ReLU Strikes Back, arXiv 2310.04564"),
+    "relu2": Swap(rule="plain", act="relu2", paper="Primer, arXiv 2109.08668"),
+    "shifted": Swap(rule="shifted", act="relu", sparsity=0.8, paper="ReLU Strikes Back, arXiv 2310.04564"),
+    "fatrelu": Swap(rule="fatrelu", act="relu", sparsity=0.8, paper="ProSparse, arXiv 2402.13516"),
+    "drelu": Swap(rule="drelu", act="relu", paper="TurboSparse, arXiv 2406.05955"),
+    "cats": Swap(rule="cats", act="", sparsity=0.65, paper="CATS, arXiv 2404.08763"),
+    "teal": Swap(rule="teal", act="", sparsity=0.7, paper="TEAL, arXiv 2408.14690"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """What is to be done, checked: the same for every layer."""
+
+    blocks: Blocks
+    swap: Swap
+    act: str
+    layers: tuple[int, ...]
+    native: bool  # stock transformers can compute it
+    shifts: bool  # natively, by a bias of the gate
+    sparsity: float | None
+    threshold: float
+    per_neuron: bool
+    norms: tuple[str, ...]  # followed by a ReLU
+    repair: str
+    calibration: Calibration
+
+    @property
+    def thresholds(self) -> tuple[str, ...]:
+        """The thresholds that a layer has."""
+        return {"plain": (), "drelu": ("threshold", "threshold_up")}.get(self.swap.rule, ("threshold",))
+
+    @property
+    def needs_data(self) -> bool:
+        return self.repair != "none" or (bool(self.thresholds) and self.sparsity is not None)
+
+    @property
+    def fitted(self) -> tuple[str, ...]:
+        """The parts of an MLP that the repair changes."""
+        gate = ("gate",) if self.blocks.family.gated else ()
+        return {"none": (), "ridge": ("down",), "reconstruct": (*gate, "up", "down")}[self.repair]
+
+    @property
+    def biased(self) -> bool:
+        """Whether the repair also fits a bias of the output."""
+        return self.repair != "none" and not (self.native and not self.shifts)
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        return modeling.sparse(self.blocks.family, self.layers, rule=self.swap.rule, activation=self.act,
+                               per_neuron=self.per_neuron, correction=self.biased, relu_after=self.norms)  # fmt: skip
+
+
+def relufy(checkpoint: Checkpoint, *, activation: str = "relu", sparsity: float | None = None,
+           threshold: float | None = None, per_neuron: bool = False, stage: int = 1, repair: str = "ridge",
+           layers: Collection[int] | None = None,
+           calibration: Calibration | Mapping[str, Any] | None = None) -> Checkpoint:  # fmt: skip
+    """The model with another activation in its MLPs.
+
+    Args:
+        activation: a key of ACTIVATIONS.
+        sparsity: the fraction of exact zeros that thresholds are chosen for, on the calibration text, layer by layer.
+        threshold: one threshold for all layers instead (of the gate; "cats": of |act(gate)|; "teal": of |product|).
+        per_neuron: a threshold for each neuron instead of one for each layer.
+        stage: 2 puts a ReLU after the norms that attention and the MLP read, too.
+        repair: "none", "ridge" (refit down_proj in closed form) or "reconstruct" (optimise gate, up and down as well).
+        layers: default all.
+        calibration: what the thresholds and the repair are fitted on; see `Calibration`.
+
+    Raises SurgeryError where the activation is already that, or the family cannot have it.
     """
-    if activation not in ACTIVATIONS:
-        raise UsageError(f"unknown activation {activation!r}", f"one of: {', '.join(ACTIVATIONS)}")
+    job = _check(
+        checkpoint, activation, sparsity, threshold, per_neuron, stage, repair, layers, Calibration.of(calibration)
+    )
+    work = _work(checkpoint, job) if job.needs_data else None
+    parameters: dict[str, Any] = {"activation": activation, "repair": repair}
+    parameters |= {} if job.sparsity is None else {"sparsity": job.sparsity}
+    parameters |= {} if threshold is None else {"threshold": threshold}
+    parameters |= {"per_neuron": True} if per_neuron else {}
+    parameters |= {"stage": 2} if stage == 2 else {}
+    parameters |= {} if layers is None else {"layers": list(job.layers)}
+    parameters |= {"calibration": job.calibration.as_dict()} if work and job.calibration.as_dict() else {}
+    step = Step(operation="relufy", parameters=parameters, exact=False, layers=job.layers, notes=_notes(checkpoint, job, activation), work=work)  # fmt: skip
+    tensors = dict(checkpoint.tensors)
+    for index in job.layers:
+        tensors |= _converted(job, index, work)
+    if job.native:
+        return checkpoint.replace(step=step, config=_native_config(checkpoint, job), tensors=tensors)
+    config = dict(checkpoint.config) | modeling.config_changes(checkpoint.config, [job.entry])
+    return checkpoint.replace(
+        step=step, config=config, tensors=tensors, custom_code=True, files=with_code(checkpoint, config)
+    )
+
+
+def with_code(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The files of a checkpoint and the code that its config asks for."""
+    code = modeling.files(modeling.base_type(config), modeling.kinds(config))
+    return (*(f for f in checkpoint.files if f.name not in code), *(InlineFile(n, data) for n, data in code.items()))
+
+
+# --- what is asked for ------------------------------------------------------------------------------------------------
+
+
+def _check(checkpoint: Checkpoint, activation: str, sparsity: float | None, threshold: float | None, per_neuron: bool,
+           stage: int, repair: str, layers: Collection[int] | None, calibration: Calibration) -> _Job:  # fmt: skip
+    _check_options(activation, sparsity, threshold, per_neuron, stage, repair)
     require_plain(checkpoint)
-    blocks = locate(checkpoint)
+    blocks, swap = locate(checkpoint), ACTIVATIONS[activation]
     require_whole(blocks)
     family = blocks.family
-    if not family.activation_key:
+    if family.is_moe and (repair != "none" or swap.rule != "plain"):
+        raise SurgeryError(f"{family.model_type} is a mixture of experts: only relu and relu2 without repair are known for it",
+                           "relufy the dense model first, then upcycle; or give --repair none")  # fmt: skip
+    if not family.activation_key and swap.rule == "plain" and repair == "none":
         raise SurgeryError(f"the activation of {family.model_type} is fixed in its code, no config field changes it",
                            "`surgery families` lists where relufy works")  # fmt: skip
     before = str(checkpoint.text_config.get(family.activation_key) or family.activation)
-    if before == activation:
-        raise SurgeryError(
-            f"the activation of this {family.model_type} is {activation} already", "there is nothing to do"
+    if swap.rule == "plain" and before == swap.act and stage == 1:
+        raise SurgeryError(f"the activation of this {family.model_type} is {before} already", "there is nothing to do")
+    if stage == 2 and not family.pre_norms:
+        raise SurgeryError(f"{family.model_type} has no norm before attention and the MLP", "leave --stage 2 out")
+    chosen = tuple(sorted(set(range(blocks.count) if layers is None else layers)))
+    if not chosen or chosen[-1] >= blocks.count:
+        raise UsageError(f"layers {list(chosen)} of a model with {blocks.count}", f"layers are 0 to {blocks.count - 1}")
+    whole = len(chosen) == blocks.count and stage == 1 and not checkpoint.config.get("surgery_blocks")
+    shifts = whole and swap.rule == "shifted" and bool(family.bias_key) and not blocks.mlp(0).biased
+    native = whole and ((swap.rule == "plain" and bool(family.activation_key)) or shifts)
+    if threshold is None and sparsity is None:
+        sparsity = swap.sparsity
+    job = _Job(blocks=blocks, swap=swap, act=swap.act or before, layers=chosen, native=native, shifts=shifts, sparsity=sparsity,
+               threshold=threshold or 0.0, per_neuron=per_neuron, repair=repair, calibration=calibration,
+               norms=family.pre_norms if stage == 2 else ())  # fmt: skip
+    if not native or job.needs_data:
+        entry = job.entry  # raises where no block can take the MLP's place
+        if not native:
+            modeling.config_changes(checkpoint.config, [entry])  # raises where no code can go along
+    return job
+
+
+def _check_options(activation: str, sparsity: float | None, threshold: float | None, per_neuron: bool, stage: int,
+                   repair: str) -> None:  # fmt: skip
+    if activation not in ACTIVATIONS:
+        raise UsageError(f"unknown activation {activation!r}", f"one of: {', '.join(ACTIVATIONS)}")
+    if repair not in REPAIRS:
+        raise UsageError(f"unknown repair {repair!r}", f"one of: {', '.join(REPAIRS)}")
+    if stage not in (1, 2):
+        raise UsageError(f"stage {stage}", "ReLU Strikes Back has stages 1 and 2")
+    if sparsity is not None and threshold is not None:
+        raise UsageError(f"both a sparsity ({sparsity}) and a threshold ({threshold})", "give one of them")
+    if sparsity is not None and not 0 < sparsity < 1:
+        raise UsageError(f"a sparsity of {sparsity}", "give the fraction of zeros, like 0.8")
+    if ACTIVATIONS[activation].rule == "plain" and (sparsity is not None or threshold is not None or per_neuron):
+        raise UsageError(
+            f"{activation} has no threshold to choose", "take --activation shifted or fatrelu for a sparsity"
         )
-    step = Step(
-        operation="relufy",
-        parameters={"activation": activation},
-        exact=False,
-        layers=tuple(range(blocks.count)),
-        notes=(f"{before} became {activation}; the weights are the source's own, so quality drops until it is trained",
-               "runtimes that hard-code the activation (llama.cpp, vLLM for llama and qwen) ignore this field or refuse it"),
-    )  # fmt: skip
-    return checkpoint.replace(step=step, config=config_with(checkpoint, {family.activation_key: activation}))
+
+
+def _notes(checkpoint: Checkpoint, job: _Job, activation: str) -> tuple[str, ...]:
+    family = job.blocks.family
+    before = str(checkpoint.text_config.get(family.activation_key) or family.activation)
+    weights = {
+        "none": "the weights are the source's own, so quality drops until it is trained",
+        "ridge": "down_proj was refitted on calibration text",
+        "reconstruct": "gate, up and down were optimised on calibration text",
+    }[job.repair]
+    notes = [f"{before} became {activation}; {weights}"]
+    if job.native and not job.shifts:
+        notes.append(
+            "runtimes that hard-code the activation (llama.cpp, vLLM for llama and qwen) ignore this field or refuse it"
+        )
+    elif not job.native:
+        notes.append("loads with trust_remote_code=True: stock transformers cannot compute it, its code goes along; "
+                     "other runtimes (llama.cpp, vLLM) cannot run it")  # fmt: skip
+    return tuple(notes)
+
+
+# --- what is planned --------------------------------------------------------------------------------------------------
+
+
+def _native_config(checkpoint: Checkpoint, job: _Job) -> dict[str, Any]:
+    family = job.blocks.family
+    changes: dict[str, Any] = {family.activation_key: job.act}
+    return config_with(checkpoint, changes | ({str(family.bias_key): True} if job.shifts else {}))
+
+
+def _converted(job: _Job, index: int, work: Work | None) -> dict[str, LazyTensor]:
+    """The tensors of a layer's MLP that differ from the source's."""
+    if work is None and job.native and not job.shifts:
+        return {}
+    blocks, mlp = job.blocks, job.blocks.mlp(index)
+
+    def made(name: str, dtype: str, shape: tuple[int, ...], otherwise: float) -> LazyTensor:
+        return work.promise(f"{index}.{name}", dtype, shape) if work else constant(otherwise, shape, dtype)
+
+    fitted: dict[str, Any] = {part: made(part, t.dtype, t.shape, 0) for part in job.fitted if (t := getattr(mlp, part))}
+    mlp = dataclasses.replace(mlp, **fitted)
+    hidden, width = mlp.down.shape
+    if job.shifts:
+        mlp = dataclasses.replace(mlp, gate_bias=made("gate_bias", mlp.up.dtype, (width,), -job.threshold),
+                                  up_bias=made("up_bias", mlp.up.dtype, (width,), 0) if "up" in job.fitted else constant(0.0, (width,), mlp.up.dtype),
+                                  down_bias=made("correction", mlp.up.dtype, (hidden,), 0) if job.biased else constant(0.0, (hidden,), mlp.up.dtype))  # fmt: skip
+    out = blocks.restored(index, mlp) if fitted or job.shifts else {}
+    if not job.native:
+        for path, shape in modeling.sparse_tensors(job.entry, hidden, width).items():
+            name = path.rpartition(".")[2]
+            dtype = mlp.down.dtype if name == "correction" else "F32"
+            out[blocks.layer(index) + path] = made(name, dtype, shape, job.threshold)
+    return out
+
+
+def _work(checkpoint: Checkpoint, job: _Job) -> Work:
+    parts = dataclasses.asdict(dataclasses.replace(job, blocks=None, calibration=None))  # type: ignore[arg-type]
+    source = "\n".join(f"{n} {t.identity()}" for n, t in sorted(checkpoint.tensors.items()))
+    hidden, width = job.blocks.mlp(0).down.shape
+    tokens = job.calibration.tokens
+    layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(0))
+    copies = {"none": 1, "ridge": 2, "reconstruct": 5}[job.repair]
+    peak = layer * copies + 3 * 4 * tokens * hidden + 2 * 4 * min(width, 11_008) ** 2
+    return Work(f"relufy {parts} {job.calibration.identity}\n{source}", lambda work, progress: _calibrate(checkpoint, job, work, progress),
+                total=job.blocks.count, peak_memory=peak)  # fmt: skip
+
+
+# --- what is computed -------------------------------------------------------------------------------------------------
+
+
+def _calibrate(checkpoint: Checkpoint, job: _Job, work: Work, progress: Callable[[int], None]) -> None:
+    """Walk the model, converting each layer on what the converted ones before it give."""
+    sample = job.calibration.sample(checkpoint)
+    work.note("sample", sample.as_dict())
+    walk = job.calibration.walk(checkpoint, sample.input_ids)
+    source = walk.twin()
+    for layer in walk:
+        for b, out in enumerate(layer.outputs(source)):
+            source[b] = out
+        if layer.index in job.layers:
+            if not work.has_all(f"{layer.index}."):
+                _fit(layer, job, sample, source, work)
+            _install(layer, job, walk, work)
+        layer.run()
+        progress(1)
+
+
+def _fit(layer: Layer, job: _Job, sample: Sample, source: Sequence[Tensor], work: Work) -> None:
+    """Choose the thresholds of a layer and repair it."""
+    from surgery.operations import repair
+    from surgery.operations.reconstruct import reconstruct
+
+    index = layer.index
+    rows = repair.observe(layer, job.blocks, sample, source)
+    mlp = job.blocks.mlp(index)
+    neurons = repair.Neurons.of(mlp, rule=job.swap.rule, act=job.act, device=layer.device)
+    if job.sparsity is not None:
+        neurons = repair.thresholded(neurons, rows, job.sparsity, job.per_neuron)
+    elif job.thresholds:
+        neurons = dataclasses.replace(neurons, **{n: neurons.up.new_full((1,), job.threshold) for n in job.thresholds})
+    if job.shifts:
+        neurons = repair.rounded(neurons, mlp.up.dtype)
+    before = repair.error(neurons, rows, rows.fitted)
+    fitted = neurons
+    if job.repair == "ridge":
+        fitted = repair.ridge(neurons, rows, bias=job.biased)
+    elif job.repair == "reconstruct":
+        fitted = reconstruct(
+            neurons, rows, sparsity=job.sparsity, per_neuron=job.per_neuron, bias=job.biased, biases=job.shifts
+        )
+    after = repair.error(fitted, rows, rows.fitted)
+    if after > before:  # on rows that were not fitted on: a repair that makes it worse is none
+        fitted, after = neurons, before
+    work.note(
+        str(index), repair.figures(error=before, repaired=after, zeros=repair.sparsity(fitted, rows, rows.fitted))
+    )
+    _keep(work, index, fitted)
+
+
+def _keep(work: Work, index: int, neurons: Neurons) -> None:
+    """Put what was promised of a layer."""
+    values = {"gate": neurons.gate, "up": neurons.up, "down": neurons.down, "threshold": neurons.threshold,
+              "threshold_up": neurons.threshold_up}  # fmt: skip
+    values["correction"] = neurons.up.new_zeros(len(neurons.down)) if neurons.correction is None else neurons.correction
+    values["up_bias"] = neurons.up.new_zeros(len(neurons.up)) if neurons.up_bias is None else neurons.up_bias
+    if neurons.threshold is not None:
+        values["gate_bias"] = (0 if neurons.gate_bias is None else neurons.gate_bias) - neurons.threshold.expand(
+            len(neurons.up)
+        )
+    for name, value in values.items():
+        if value is not None and work.promised(f"{index}.{name}"):
+            work.put(f"{index}.{name}", value)
+
+
+def _install(layer: Layer, job: _Job, walk: Walk, work: Work) -> None:
+    """Put the converted MLP into the layer, as it will be on the disk."""
+    import torch
+
+    from surgery.modeling.sparse_mlp import SparseMLP
+
+    family, index = job.blocks.family, layer.index
+    entry = job.entry
+    block = SparseMLP(getattr(layer.module, family.mlp), entry)
+    for name in job.thresholds:
+        source = f"{index}.{name}" if work.promised(f"{index}.{name}") else f"{index}.gate_bias"
+        value = work.get(source).float() if work.promised(source) else torch.tensor([job.threshold])
+        setattr(block, name, (-value if source.endswith("bias") else value).to(layer.device))
+    if block.correction is not None:
+        block.correction = torch.nn.Parameter(
+            work.get(f"{index}.correction").to(layer.device, walk.dtype), requires_grad=False
+        )
+    if work.promised(f"{index}.up_bias"):
+        bias = work.get(f"{index}.up_bias").to(layer.device, walk.dtype)
+        block.get_submodule(entry["up"]).bias = torch.nn.Parameter(bias, requires_grad=False)
+    setattr(layer.module, family.mlp, block)
+    for norm in job.norms:
+        layer.module.get_submodule(norm).register_forward_hook(lambda module, inputs, output: torch.relu(output))
+    fitted: dict[str, Any] = {part: work.lazy(f"{index}.{part}") for part in job.fitted}
+    mlp = dataclasses.replace(job.blocks.mlp(index), **fitted)
+    for path, tensor in job.blocks.restored(index, _weights(mlp)).items():
+        weight = layer.module.get_submodule(path.removeprefix(job.blocks.layer(index)).rpartition(".")[0]).weight
+        weight.data.copy_(tensor.read())
+
+
+def _weights(mlp: Mlp) -> Mlp:
+    return dataclasses.replace(mlp, gate_bias=None, up_bias=None, down_bias=None)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hub import FakeHub
-from support import Ran, assert_two_lines, files_of, surgery, write_llama
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from support import Ran, assert_two_lines, environment, files_of, surgery, write_llama
+
+from surgery.checkpoint.files import hub_errors
+from surgery.checkpoint.writer import SLACK
+from surgery.errors import SurgeryError
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 NAME = "tiny/llama"
@@ -97,7 +106,19 @@ def test_a_revision_is_pinned(hub: FakeHub, model: Path, tmp_path: Path) -> None
     hub.repositories[NAME].refs["main"] = moved
     commands = ((NAME, moved, ()), (f"{NAME}@{first}", first, ()), (NAME, moved, ("--revision", "v2/next")))
     for i, (name, commit, more) in enumerate(commands):
-        ran = on(hub, tmp_path, "relufy", name, *more, "--no-verify", "--json", "--out", tmp_path / f"out{i}")
+        ran = on(
+            hub,
+            tmp_path,
+            "relufy",
+            name,
+            "--repair",
+            "none",
+            *more,
+            "--no-verify",
+            "--json",
+            "--out",
+            tmp_path / f"out{i}",
+        )
         assert ran.code == 0, ran.err
         assert ran.json["source"]["revision"] == commit
         eps = json.loads((tmp_path / f"out{i}" / "config.json").read_text())["rms_norm_eps"]
@@ -107,10 +128,12 @@ def test_a_revision_is_pinned(hub: FakeHub, model: Path, tmp_path: Path) -> None
 def test_offline_with_a_cache(hub: FakeHub, tmp_path: Path) -> None:
     """What a run has fetched serves the next without the Hub, by the branch's name too, though the cache lacks the
     formats that were never needed. The output goes on being the same one: it is pinned to the same commit."""
-    first = on(hub, tmp_path, "relufy", NAME, "--no-verify", "--out", tmp_path / "out")
+    first = on(hub, tmp_path, "relufy", NAME, "--repair", "none", "--no-verify", "--out", tmp_path / "out")
     assert first.code == 0, first.err
     hub.forget()
-    again = on(hub, tmp_path, "relufy", NAME, "--no-verify", "--out", tmp_path / "out", HF_HUB_OFFLINE="1")
+    again = on(
+        hub, tmp_path, "relufy", NAME, "--repair", "none", "--no-verify", "--out", tmp_path / "out", HF_HUB_OFFLINE="1"
+    )
     assert again.code == 0 and "was there already" in again.out, again
     pinned = f"{NAME}@{hub.repositories[NAME].refs['main']}"
     assert on(hub, tmp_path, "inspect", pinned, HF_HUB_OFFLINE="1").code == 0
@@ -120,9 +143,90 @@ def test_offline_with_a_cache(hub: FakeHub, tmp_path: Path) -> None:
 def test_offline_with_half_a_cache(hub: FakeHub, tmp_path: Path) -> None:
     """`inspect` has left the config and no weights: that is said, and what to do."""
     assert on(hub, tmp_path, "inspect", NAME).code == 0
-    ran = on(hub, tmp_path, "relufy", NAME, "--no-verify", cwd=tmp_path, HF_HUB_OFFLINE="1")
+    ran = on(hub, tmp_path, "relufy", NAME, "--repair", "none", "--no-verify", cwd=tmp_path, HF_HUB_OFFLINE="1")
     assert_two_lines(ran, "2 of 2 shards are absent")
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize(("part", "status"), [("config.json", 429), (SHARDS[1], 503)])
+def test_a_hub_that_is_busy_for_a_moment_is_asked_again(
+    part: str, status: int, hub: FakeHub, model: Path, tmp_path: Path
+) -> None:
+    hub.busy, hub.busy_at = [status], part
+    ran = on(hub, tmp_path, "upcycle", NAME, "--no-verify", "--out", tmp_path / "out")
+    assert ran.code == 0 and "Traceback" not in ran.err and hub.busy == []
+    assert surgery("upcycle", model, "--no-verify", "--out", tmp_path / "local").code == 0
+    weights = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "local")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_hub_that_is_busy_at_the_first_question(status: int, hub: FakeHub, tmp_path: Path) -> None:
+    """huggingface_hub asks what a repository holds once."""
+    hub.busy, hub.busy_at = [status], f"/api/models/{NAME}"
+    ran = on(hub, tmp_path, "upcycle", NAME, "--no-verify", cwd=tmp_path)
+    assert_two_lines(ran, f"the Hub answers with error {status} for {NAME}", "try again later")
+
+
+def test_a_hub_that_stays_busy_is_not_a_missing_cache() -> None:
+    """Downloading gives up with "not in the cache", whose cause is the answer of the Hub, or that there is none."""
+    causes = (
+        (HfHubHTTPError("busy", response=SimpleNamespace(status_code=504, headers={}, request=None)), "answers with error 504"),
+        (ConnectionError("refused"), "cannot reach the Hub for a/b"),
+        (ValueError("something else"), "a/b is not in the cache at main"),
+    )  # fmt: skip
+    for cause, words in causes:
+        with pytest.raises(SurgeryError, match=words), hub_errors("a/b"):
+            raise LocalEntryNotFoundError("not in the cache") from cause
+
+
+SMALL_DISK = """
+import os, shutil, surgery.cli
+usage = shutil._ntuple_diskusage
+shutil.disk_usage = lambda path: usage(10**12, 0, int(os.environ["CACHE" if "/hf" in str(path) else "FREE"]))
+surgery.cli.main()
+"""
+
+
+def upcycle_with_space(hub: FakeHub, home: Path, out: Path, free: int, cache: int | None = None) -> Ran:
+    """`upcycle` where the disk has `free` bytes free, and that of the cache `cache` where it is another."""
+    variables = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_XET": "1", "FREE": str(free),
+                 "CACHE": str(free if cache is None else cache)}  # fmt: skip
+    command = [sys.executable, "-c", SMALL_DISK, "upcycle", NAME, "--no-verify", "--out", str(out)]
+    done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=120)
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def sizes(model: Path) -> tuple[int, int]:
+    """Bytes of weights of the model, and of what `upcycle` makes of it."""
+    plan = surgery("upcycle", model, "--dry-run", "--json").json
+    return sum((model / s).stat().st_size for s in SHARDS), sum(s["bytes"] for s in plan["shards"])
+
+
+def test_downloads_need_space_too(hub: FakeHub, sizes: tuple[int, int], tmp_path: Path) -> None:
+    """Output and downloads on one disk: a byte less than both, both, and the output alone once the cache has them."""
+    source, output = sizes
+    ran = upcycle_with_space(hub, tmp_path, tmp_path / "out", source + output + SLACK - 1)
+    both = f"needs {(source + output) / 1e9:.2f} GB with {source / 1e9:.2f} GB of downloads"
+    assert_two_lines(ran, both, "--out")
+    assert weights_served(hub) <= 2 * 256 * 1024 and not (tmp_path / "out").exists()
+    assert upcycle_with_space(hub, tmp_path, tmp_path / "out", source + output + SLACK).code == 0
+    moved = {**hub.repositories[NAME].commits[hub.repositories[NAME].refs["main"]], "README.md": b"new"}
+    hub.add(NAME, moved)  # another commit of the same weights
+    ran = upcycle_with_space(hub, tmp_path, tmp_path / "again", output + SLACK)
+    assert ran.code == 0, ran.err
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second file system")
+def test_a_cache_on_another_disk_is_its_own_question(hub: FakeHub, sizes: tuple[int, int], tmp_path: Path) -> None:
+    source, output = sizes
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as home:
+        if Path(home).stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("both are one file system")
+        ran = upcycle_with_space(hub, Path(home), tmp_path / "out", output + SLACK, source + SLACK - 1)
+        assert_two_lines(ran, f"{home}/hf/hub needs {source / 1e9:.2f} GB of downloads", "HF_HUB_CACHE")
+        assert upcycle_with_space(hub, Path(home), tmp_path / "out", output + SLACK, source + SLACK).code == 0
 
 
 def closed_port() -> str:
@@ -173,5 +277,7 @@ def test_a_path_is_never_asked_for(hub: FakeHub, tmp_path: Path) -> None:
 
 def test_never_into_the_cache(hub: FakeHub, tmp_path: Path) -> None:
     out = tmp_path / "hf" / "hub" / "models--tiny--llama" / "out"
-    assert_two_lines(on(hub, tmp_path, "relufy", NAME, "--no-verify", "--out", out), "inside", "--out")
+    assert_two_lines(
+        on(hub, tmp_path, "relufy", NAME, "--repair", "none", "--no-verify", "--out", out), "inside", "--out"
+    )
     assert not out.exists()

@@ -79,7 +79,7 @@ def test_each_tensor_keeps_its_dtype(tmp_path: Path) -> None:
 
 def test_untouched_shards_are_byte_identical(source: Checkpoint, tmp_path: Path) -> None:
     """relufy changes config.json alone: the same files under the same names, header and all."""
-    _, out = written(relufy(source), tmp_path / "out")
+    _, out = written(relufy(source, repair="none"), tmp_path / "out")
     before, after = files_of(tmp_path / "m"), files_of(out)
     assert {n: after[n] for n in before if n.endswith(".safetensors")} == {
         n: d for n, d in before.items() if n.endswith(".safetensors")
@@ -90,7 +90,7 @@ def test_untouched_shards_are_byte_identical(source: Checkpoint, tmp_path: Path)
 
 def test_links_share_the_file_and_copies_do_not(source: Checkpoint, tmp_path: Path) -> None:
     """A copy that shared its inode would change with the source when it is trained in place."""
-    plan = make_plan(relufy(source))
+    plan = make_plan(relufy(source, repair="none"))
     write(plan, tmp_path / "linked", source=source, hardlink=True)
     write(plan, tmp_path / "copied", source=source)
     for shard in plan.shards:
@@ -109,7 +109,7 @@ def test_links_take_no_space(source: Checkpoint, tmp_path: Path, monkeypatch: py
         path.symlink_to(blobs / path.name)
     linked = open_checkpoint(tmp_path / "m")
     monkeypatch.setattr(shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(10**9, 10**9, 17 << 20))
-    write(make_plan(relufy(linked)), tmp_path / "linked", source=linked, hardlink=True)
+    write(make_plan(relufy(linked, repair="none")), tmp_path / "linked", source=linked, hardlink=True)
     for path in blobs.iterdir():
         assert (tmp_path / "linked" / path.name).lstat().st_ino == path.stat().st_ino
 
@@ -140,7 +140,7 @@ def test_one_file_of_another_name_is_found_by_transformers(name: str, tmp_path: 
     folder.mkdir()
     save_file(llama_tensors(), folder / name, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(llama_config()))
-    _, out = written(relufy(open_checkpoint(folder)), tmp_path / "out")
+    _, out = written(relufy(open_checkpoint(folder), repair="none"), tmp_path / "out")
     (file,) = [p.name for p in out.glob("*.safetensors")]
     assert file == "model.safetensors" or set(json.loads((out / INDEX).read_text())["weight_map"].values()) == {file}
 
@@ -154,7 +154,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def test_modes_follow_the_umask(umask: int, source: Checkpoint, tmp_path: Path) -> None:
     """Files of mode 0600, as temporary files are, cannot be read by the group that serves the model."""
-    for out, checkpoint in (("a", upcycle(source, experts=2)), ("b", relufy(source))):
+    for out, checkpoint in (("a", upcycle(source, experts=2)), ("b", relufy(source, repair="none"))):
         written(checkpoint, tmp_path / out)
         for path in (tmp_path / out).iterdir():
             assert path.stat().st_mode & 0o777 == 0o666 & ~umask, path

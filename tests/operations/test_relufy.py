@@ -70,7 +70,7 @@ def test_the_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     save_config(config, source)
     checkpoint = open_checkpoint(source)
-    write(make_plan(relufy(checkpoint)), out, source=checkpoint)
+    write(make_plan(relufy(checkpoint, repair="none")), out, source=checkpoint)
     before, after = complete(read_config(source)), read_config(out)
     assert before["text_config"]["hidden_activation"] == "gelu_pytorch_tanh"
     assert after == before | {"text_config": before["text_config"] | {"hidden_activation": "relu"}}
@@ -85,7 +85,7 @@ def test_the_step_says_what_was_done(workshop: Workshop) -> None:
     step = workshop.convert("gpt2, relu").checkpoint.steps[-1]
     assert (step.operation, step.parameters, step.exact, step.layers) == (
         "relufy",
-        {"activation": "relu"},
+        {"activation": "relu", "repair": "none"},
         False,
         (0, 1, 2),
     )

@@ -1,0 +1,157 @@
+"""The code that travels with a converted checkpoint whose function no class of transformers has.
+
+`modeling_surgery.py` is the shell: the model class of the source with blocks put in. Each kind of block is a file
+beside it. Both are copied as they are, but for three lines of the shell: which blocks it imports, BASE and BLOCKS.
+They import transformers and torch alone, and name no architecture: where things stand is in the entry in config.json.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from importlib import resources
+from typing import Any
+
+from surgery.errors import SurgeryError
+from surgery.families import OPERATED, Family
+
+SHELL = "modeling_surgery.py"
+KINDS: Mapping[str, tuple[str, str]] = {"sparse": ("sparse_mlp", "SparseMLP")}  # kind -> file, class
+SPARSE_RULES = ("plain", "fatrelu", "shifted", "drelu", "cats", "teal")
+AUTO_MAP = {"AutoConfig": "modeling_surgery.SurgeryConfig", "AutoModel": "modeling_surgery.SurgeryModel",
+            "AutoModelForCausalLM": "modeling_surgery.SurgeryForCausalLM"}  # fmt: skip
+
+
+def base_type(config: Mapping[str, Any]) -> str:
+    """The model_type that the code of a config builds on: "llama" of a "llama" and of a "surgery_llama"."""
+    return str(config.get("model_type")).removeprefix(OPERATED)
+
+
+def kinds(config: Mapping[str, Any]) -> list[str]:
+    """The kinds of block in a config, each once."""
+    return list(dict.fromkeys(entry["kind"] for entry in config.get("surgery_blocks") or ()))
+
+
+# --- what is written to a checkpoint ----------------------------------------------------------------------------------
+
+
+def files(base: str, kinds: Collection[str]) -> dict[str, bytes]:
+    """The files that go beside the weights, by name."""
+    modules = [KINDS[kind][0] + ".py" for kind in sorted(kinds)]
+    return {SHELL: _shell(base, sorted(kinds))} | {name: _read(name) for name in modules}
+
+
+def _shell(base: str, kinds: Iterable[str]) -> bytes:
+    chosen = [(kind, *KINDS[kind]) for kind in kinds]
+    blocks = ", ".join(f'"{kind}": {name}' for kind, _, name in chosen)
+    lines = {
+        r"(from \.\w+ import \w+\n)+": "".join(f"from .{module} import {name}\n" for _, module, name in chosen),
+        r"BASE = .*\n": f'BASE = "{base}"\n',
+        r"(BLOCKS: .* = ).*\n": rf"\g<1>{{{blocks}}}" + "\n",
+    }
+    text = _read(SHELL).decode()
+    for pattern, replacement in lines.items():
+        text, found = re.subn(f"^{pattern}", replacement, text, flags=re.MULTILINE)
+        assert found == 1, f"{SHELL} has {found} times {pattern}"
+    return text.encode()
+
+
+def _read(name: str) -> bytes:
+    return (resources.files(__name__) / name).read_bytes()
+
+
+def config_changes(config: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields of config.json that make it load with our code, `entries` after those that it has.
+
+    Raises SurgeryError for a multimodal config, one with code of its own, or a layer that has a block of the kind.
+    """
+    base, blocks = base_type(config), list(config.get("surgery_blocks") or ())
+    if config.get("text_config"):
+        raise SurgeryError(f"{base} is multimodal: its other towers have no place in the code that goes along",
+                           "give its language model as a checkpoint of its own")  # fmt: skip
+    if config.get("auto_map", AUTO_MAP) != AUTO_MAP:
+        raise SurgeryError(f"this {base} brings code of its own, which ours would replace", "give a model without")
+    for entry in map(dict, entries):
+        for old in (old for old in blocks if old["kind"] == entry["kind"]):
+            if again := sorted(set(old["layers"]) & set(entry["layers"])):
+                raise SurgeryError(f"layer {again[0]} has a {entry['kind']} block already", "leave that layer out")
+        blocks.append(entry)
+    changes = {"model_type": OPERATED + base, "architectures": ["SurgeryForCausalLM"], "auto_map": dict(AUTO_MAP),
+               "surgery_blocks": blocks}  # fmt: skip
+    return changes | _tokenizer(config, base)
+
+
+def _tokenizer(config: Mapping[str, Any], base: str) -> dict[str, str]:
+    """The tokenizer that transformers takes for the model_type of the source: it has none for ours, and the tokenizer's
+    own files need not say (gpt2's do not)."""
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    names = TOKENIZER_MAPPING_NAMES.get(base)  # transformers 4: a pair, slow and fast
+    name = str((names[0] or names[1]) if isinstance(names, tuple) else names).removesuffix("Fast")
+    known_to_both = not config.get("tokenizer_class") and name not in ("None", "TokenizersBackend")
+    return {"tokenizer_class": name} if known_to_both else {}
+
+
+# --- whose code is it? ------------------------------------------------------------------------------------------------
+
+
+def is_ours(name: str, data: bytes) -> bool:
+    """Whether a file of code is, byte for byte, what `files` gives."""
+    if name != SHELL:
+        return name in {f"{module}.py" for module, _ in KINDS.values()} and data == _read(name)
+    base = re.search(rb'^BASE = "([a-z0-9_]+)"$', data, re.MULTILINE)
+    modules = [m.decode() for m in re.findall(rb"^from \.(\w+) import", data, re.MULTILINE)]
+    found = [kind for kind, (module, _) in KINDS.items() if module in modules]
+    return base is not None and data == _shell(base[1].decode(), sorted(found))
+
+
+def runs_only_ours(configs: Iterable[Mapping[str, Any]], code: Mapping[str, bytes]) -> bool:
+    """Whether nothing but our code would run: in no config (config.json, tokenizer_config.json, …) does auto_map name
+    other classes than ours, which could be another repository's, and every file of code is ours."""
+    maps = [c["auto_map"] for c in configs if c.get("auto_map")]
+    return all(m == AUTO_MAP for m in maps) and all(is_ours(name, data) for name, data in code.items())
+
+
+# --- entries ----------------------------------------------------------------------------------------------------------
+
+
+def entry(family: Family, kind: str, layers: Iterable[int], **spec: Any) -> dict[str, Any]:
+    """An entry of `surgery_blocks`: where the family keeps its MLP, and `spec`, which the block reads.
+
+    Raises SurgeryError where the MLP is no module of its own.
+    """
+    if not family.mlp or family.is_moe:
+        reason = "has experts" if family.is_moe else "keeps its MLP's matrices in the layer itself, in no module"
+        raise SurgeryError(f"{family.model_type} {reason}: no {kind} block can take its place",
+                           "`surgery families` lists dense families")  # fmt: skip
+    gate, up, down = ((path or "").removeprefix(family.mlp + ".") for path in (family.gate, family.up, family.down))
+    return {"kind": kind, "layers": sorted(layers), "stack": family.layers, "mlp": family.mlp, "gate": gate, "up": up,
+            "down": down, "fused": family.fused_gate_up, "transposed": family.transposed, **spec}  # fmt: skip
+
+
+def sparse(family: Family, layers: Iterable[int], *, rule: str, activation: str, per_neuron: bool = False,
+           inputs: bool = False, correction: bool = False, relu_after: Iterable[str] = ()) -> dict[str, Any]:  # fmt: skip
+    """An entry for the block of sparse_mlp.py, where `rule` and the options are explained; a ReLU follows the norms
+    `relu_after` (paths in a decoder layer): stage 2 of ReLU Strikes Back.
+
+    Raises SurgeryError for a rule that the family's MLP cannot have.
+    """
+    if rule not in SPARSE_RULES:
+        raise SurgeryError(f"no rule {rule!r} is known", f"one of: {', '.join(SPARSE_RULES)}")
+    if rule == "drelu" and not family.gated:
+        raise SurgeryError(f"{family.model_type} has no gate, and drelu is about gate and up", "choose another rule")
+    return entry(family, "sparse", layers, rule=rule, activation=activation, per_neuron=per_neuron, inputs=inputs,
+                 correction=correction, relu_after=list(relu_after))  # fmt: skip
+
+
+def sparse_tensors(entry: Mapping[str, Any], hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of what such a block has beside the weights, by path in a decoder layer. Thresholds are F32, the
+    correction has the dtype of the weights."""
+    neurons = (width,) if entry["per_neuron"] else (1,)
+    shapes = {
+        "threshold": neurons if entry["rule"] != "plain" else None,
+        "threshold_up": neurons if entry["rule"] == "drelu" else None,
+        "threshold_inputs": (1,) if entry["inputs"] else None,
+        "correction": (hidden,) if entry["correction"] else None,
+    }
+    return {f"{entry['mlp']}.{name}": shape for name, shape in shapes.items() if shape}

@@ -1,0 +1,134 @@
+"""`surgery bench`: sparsity and bytes are those of the model's own MLPs; what it says follows from what it measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models import save_model
+from safetensors.torch import load_file, save_file
+from support import write_llama
+
+from surgery import modeling
+from surgery.analysis import bench as module
+from surgery.analysis.bench import Bench, LayerBench, bench
+from surgery.calibration.data import Sample
+from surgery.checkpoint import open_checkpoint
+from surgery.cli.bench import bench_command
+from surgery.errors import SurgeryError
+from surgery.families import known
+
+IDS = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(1))
+SAMPLE = Sample(input_ids=IDS, source="random", text=False)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EVICT", 4096)
+
+
+@pytest.fixture
+def relu(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "relu", fields={"hidden_act": "relu"}, dtype=torch.float32)
+
+
+def travelling(folder: Path, out: Path, rule: str, activation: str, threshold: float, layers: list[int]) -> Path:
+    """A llama with a sparse block in some layers."""
+    config = json.loads((folder / "config.json").read_text()) | {"hidden_act": "silu"}
+    entry = modeling.sparse(known()["llama"], layers, rule=rule, activation=activation)
+    config |= modeling.config_changes(config, [entry])
+    tensors = load_file(folder / "model.safetensors")
+    for i in layers:
+        names = modeling.sparse_tensors(entry, 32, 64)
+        tensors |= {f"model.layers.{i}.{n}": torch.full(shape, threshold) for n, shape in names.items()}
+    out.mkdir()
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config))
+    for name, data in modeling.files("llama", ["sparse"]).items():
+        (out / name).write_bytes(data)
+    return out
+
+
+def products(folder: Path) -> list[torch.Tensor]:
+    """gate and down's inputs of each layer at the tokens that count, by hooks on the stock class."""
+    import transformers
+
+    model, seen = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), []
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda m, args: seen.append(args[0][:, 1:]))
+    with torch.no_grad():
+        model(IDS)
+    return seen
+
+
+def test_a_stock_relu_model_is_measured_at_its_own_sparsity(relu: Path) -> None:
+    found = bench(open_checkpoint(relu), SAMPLE, threads=1)
+    for layer, h in zip(found.layers, products(relu), strict=True):
+        sparsity = (h == 0).double().mean().item()
+        assert layer.sparsity == pytest.approx(sparsity) and 0.3 < sparsity < 0.7
+        assert layer.left == pytest.approx((1 + 2 * (1 - sparsity)) / 3)  # up is as live as down
+        assert layer.skips and 0 <= layer.error < 1e-5 and layer.dense > 0 and layer.skipping > 0
+    assert found.threads == 1 and found.model_type == "llama"
+
+
+def test_threads_are_put_back(relu: Path) -> None:
+    before = torch.get_num_threads()
+    assert bench(open_checkpoint(relu), SAMPLE, threads=before + 1).threads == before + 1
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(("rule", "activation", "threshold"), [("teal", "silu", 0.01), ("drelu", "relu", 0.02)])
+def test_the_code_that_travels_is_what_is_timed(rule: str, activation: str, threshold: float, relu: Path,
+                                                tmp_path: Path) -> None:  # fmt: skip
+    folder = travelling(relu, tmp_path / "out", rule, activation, threshold, [1])
+    dense, sparse = bench(open_checkpoint(folder), SAMPLE).layers
+    assert not dense.skips and dense.sparsity == 0 and dense.skipping == dense.dense
+    assert sparse.skips and 0.1 < sparse.sparsity < 0.95 and sparse.error < 1e-5
+    up, down = 3 * sparse.left - 1 - (1 - sparse.sparsity), 1 - sparse.sparsity
+    if rule == "teal":
+        assert up == pytest.approx(1)  # computed before anything is known
+    else:
+        assert down < 0.8 * up < 0.8  # a gate is open more often than its product is live
+
+
+def test_a_model_without_zeros_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SurgeryError, match="has zeros to skip"):
+        bench(open_checkpoint(write_llama(tmp_path / "silu")), SAMPLE)
+
+
+def test_an_mlp_that_is_no_module_is_refused(tmp_path: Path) -> None:
+    """OPT has ReLU, but its matrices stand in the layer."""
+    save_model("opt", tmp_path)
+    with pytest.raises(SurgeryError, match="opt keeps its MLP's matrices in the layer itself"):
+        bench(open_checkpoint(tmp_path), SAMPLE)
+
+
+def a_bench(dense: float, skipping: float, left: float = 0.5) -> Bench:
+    layer = LayerBench(index=0, sparsity=0.75, left=left, dense=dense, skipping=skipping, error=0.0)
+    other = dataclasses.replace(layer, index=1, left=1.0, skips=False, skipping=dense)
+    return Bench(source="m", model_type="llama", dtype="float32", device="cpu", threads=1, sample=SAMPLE,
+                 layers=(layer, other))  # fmt: skip
+
+
+def test_the_verdict_is_what_was_measured() -> None:
+    assert a_bench(4.0, 6.0).verdict.startswith("no gain at this size and sparsity: skipping runs at 0.80x")
+    assert a_bench(4.0, 3.9).verdict.startswith("no gain")  # within what timings vary
+    assert a_bench(4.0, 2.4).verdict == (
+        "skipping makes the MLPs 1.25x as fast as dense; the bytes it leaves out would allow 1.33x"
+    )
+
+
+def test_json_and_table(relu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(relu), "--tokens", "64", "--threads", "1", "--dtype", "fp32", "--device", "cpu"]
+    bench_command.main([*arguments, "--json"], standalone_mode=False)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["threads"] == 1 and printed["dtype"] == "float32" and len(printed["layers"]) == 2
+    assert printed["speedup"] == pytest.approx(printed["dense_ms"] / printed["skipping_ms"])
+    assert printed["dense_ms"] == pytest.approx(sum(layer["dense_ms"] for layer in printed["layers"]))
+    bench_command.main([*arguments, "--quiet"], standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(("no gain", "skipping makes")) and "float32 on cpu, 1 threads" in lines[1]
+    assert lines[-1].startswith("note: the tokens are random") and max(map(len, lines[2:])) <= 120
