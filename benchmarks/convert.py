@@ -24,8 +24,8 @@ from pathlib import Path
 SURGERY = [sys.executable, "-c", "from surgery.cli import main; main()"]
 CONVERSIONS = {
     "upcycle": ["upcycle", "--experts", "8", "--no-verify", "-q"],
-    "relufy": ["relufy", "--no-verify", "-q"],
-    "relufy --hardlink": ["relufy", "--hardlink", "--no-verify", "-q"],
+    "relufy": ["relufy", "--repair", "none", "--no-verify", "-q"],
+    "relufy --hardlink": ["relufy", "--repair", "none", "--hardlink", "--no-verify", "-q"],
 }
 
 

@@ -3,7 +3,7 @@
   python benchmarks/real_models.py ~/models/smollm2-135m ~/models/qwen2.5-coder-0.5b --work /data/real
   SURGERY_TRANSFORMERS_4=DIR python benchmarks/real_models.py ...    # also with the transformers 4.57 in DIR
 
-For each model: `upcycle --experts 4` and `relufy`, both verified; seconds and peak memory of the whole process; sixteen
+For each model: `upcycle --experts 4` and `relufy --repair none`, both verified; seconds and peak memory of the whole process; sixteen
 greedy tokens in fp32, which an upcycled model must share with its source. Without a folder, the embedded model.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from surgery.demo import MODEL
 
-COMMANDS = {"upcycled": ["upcycle", "--experts", "4"], "relufied": ["relufy"]}
+COMMANDS = {"upcycled": ["upcycle", "--experts", "4"], "relufied": ["relufy", "--repair", "none"]}
 PROMPT = "The people of the United States"
 GENERATE = """
 import sys, torch, transformers

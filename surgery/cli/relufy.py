@@ -17,6 +17,8 @@ ACTIVATIONS = ("relu", "relu2", "shifted", "fatrelu", "drelu", "cats", "teal")
               help="Exact zeros that thresholds are chosen for. [default: 0.8 shifted and fatrelu, 0.65 cats, 0.7 teal]")  # fmt: skip
 @click.option("--threshold", type=float, metavar="T", help="One threshold for every layer, instead of --sparsity.")
 @click.option("--per-neuron", is_flag=True, help="A threshold for each neuron, not one for each layer.")
+@click.option("--allocation", type=click.Choice(["uniform", "greedy"]), default="uniform", show_default=True,
+              help="greedy: more zeros in layers where they cost least, --sparsity on average.")  # fmt: skip
 @click.option("--stage", type=click.Choice(["1", "2"]), default="1", show_default=True,
               help="2: a ReLU after the norms that attention and the MLP read, too.")  # fmt: skip
 @click.option("--repair", type=click.Choice(["none", "ridge", "reconstruct"]), default="ridge", show_default=True,
@@ -28,7 +30,7 @@ ACTIVATIONS = ("relu", "relu2", "shifted", "fatrelu", "drelu", "cats", "teal")
 @calibrated
 @converting
 def relufy_command(shared: Converting, calibration: dict[str, Any], activation: str, sparsity: float | None,
-                   threshold: float | None, per_neuron: bool, stage: str, repair: str, layers: str | None,
+                   threshold: float | None, per_neuron: bool, allocation: str, stage: str, repair: str, layers: str | None,
                    hardlink: bool) -> int:  # fmt: skip
     """Give the MLPs of MODEL an activation that leaves most products at exactly zero, and repair them on calibration text,
     one layer in memory at a time. The verification shows what that costs: perplexity on two domains of text, of the

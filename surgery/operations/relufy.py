@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from surgery.operations.repair import Neurons
 
 REPAIRS = ("none", "ridge", "reconstruct")
+ALLOCATIONS = ("uniform", "greedy")
+LEVELS = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)  # sparsities that a layer may be given
+ALLOCATION_TOKENS = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +68,8 @@ class _Job:
     sparsity: float | None
     threshold: float
     per_neuron: bool
+    allocation: str
+    source_act: str
     norms: tuple[str, ...]  # followed by a ReLU
     repair: str
     calibration: Calibration
@@ -96,8 +101,8 @@ class _Job:
 
 
 def relufy(checkpoint: Checkpoint, *, activation: str = "relu", sparsity: float | None = None,
-           threshold: float | None = None, per_neuron: bool = False, stage: int = 1, repair: str = "ridge",
-           layers: Collection[int] | None = None,
+           threshold: float | None = None, per_neuron: bool = False, allocation: str = "uniform", stage: int = 1,
+           repair: str = "ridge", layers: Collection[int] | None = None,
            calibration: Calibration | Mapping[str, Any] | None = None) -> Checkpoint:  # fmt: skip
     """The model with another activation in its MLPs.
 
@@ -106,6 +111,7 @@ def relufy(checkpoint: Checkpoint, *, activation: str = "relu", sparsity: float 
         sparsity: the fraction of exact zeros that thresholds are chosen for, on the calibration text, layer by layer.
         threshold: one threshold for all layers instead (of the gate; "cats": of |act(gate)|; "teal": of |product|).
         per_neuron: a threshold for each neuron instead of one for each layer.
+        allocation: "uniform": `sparsity` in every layer; "greedy": on average, and more of it where it costs least.
         stage: 2 puts a ReLU after the norms that attention and the MLP read, too.
         repair: "none", "ridge" (refit down_proj in closed form) or "reconstruct" (optimise gate, up and down as well).
         layers: default all.
@@ -113,14 +119,14 @@ def relufy(checkpoint: Checkpoint, *, activation: str = "relu", sparsity: float 
 
     Raises SurgeryError where the activation is already that, or the family cannot have it.
     """
-    job = _check(
-        checkpoint, activation, sparsity, threshold, per_neuron, stage, repair, layers, Calibration.of(calibration)
-    )
+    job = _check(checkpoint, activation, sparsity, threshold, per_neuron, allocation, stage, repair, layers,
+                 Calibration.of(calibration))  # fmt: skip
     work = _work(checkpoint, job) if job.needs_data else None
     parameters: dict[str, Any] = {"activation": activation, "repair": repair}
     parameters |= {} if job.sparsity is None else {"sparsity": job.sparsity}
     parameters |= {} if threshold is None else {"threshold": threshold}
     parameters |= {"per_neuron": True} if per_neuron else {}
+    parameters |= {"allocation": allocation} if allocation != "uniform" else {}
     parameters |= {"stage": 2} if stage == 2 else {}
     parameters |= {} if layers is None else {"layers": list(job.layers)}
     parameters |= {"calibration": job.calibration.as_dict()} if work and job.calibration.as_dict() else {}
@@ -146,8 +152,8 @@ def with_code(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Any, .
 
 
 def _check(checkpoint: Checkpoint, activation: str, sparsity: float | None, threshold: float | None, per_neuron: bool,
-           stage: int, repair: str, layers: Collection[int] | None, calibration: Calibration) -> _Job:  # fmt: skip
-    _check_options(activation, sparsity, threshold, per_neuron, stage, repair)
+           allocation: str, stage: int, repair: str, layers: Collection[int] | None, calibration: Calibration) -> _Job:  # fmt: skip
+    _check_options(activation, sparsity, threshold, per_neuron, allocation, stage, repair)
     require_plain(checkpoint)
     blocks, swap = locate(checkpoint), ACTIVATIONS[activation]
     require_whole(blocks)
@@ -172,7 +178,7 @@ def _check(checkpoint: Checkpoint, activation: str, sparsity: float | None, thre
     if threshold is None and sparsity is None:
         sparsity = swap.sparsity
     job = _Job(blocks=blocks, swap=swap, act=swap.act or before, layers=chosen, native=native, shifts=shifts, sparsity=sparsity,
-               threshold=threshold or 0.0, per_neuron=per_neuron, repair=repair, calibration=calibration,
+               threshold=threshold or 0.0, per_neuron=per_neuron, allocation=allocation, source_act=before, repair=repair, calibration=calibration,
                norms=family.pre_norms if stage == 2 else ())  # fmt: skip
     if not native or job.needs_data:
         entry = job.entry  # raises where no block can take the MLP's place
@@ -181,10 +187,12 @@ def _check(checkpoint: Checkpoint, activation: str, sparsity: float | None, thre
     return job
 
 
-def _check_options(activation: str, sparsity: float | None, threshold: float | None, per_neuron: bool, stage: int,
-                   repair: str) -> None:  # fmt: skip
+def _check_options(activation: str, sparsity: float | None, threshold: float | None, per_neuron: bool,
+                   allocation: str, stage: int, repair: str) -> None:  # fmt: skip
     if activation not in ACTIVATIONS:
         raise UsageError(f"unknown activation {activation!r}", f"one of: {', '.join(ACTIVATIONS)}")
+    if allocation not in ALLOCATIONS:
+        raise UsageError(f"unknown allocation {allocation!r}", f"one of: {', '.join(ALLOCATIONS)}")
     if repair not in REPAIRS:
         raise UsageError(f"unknown repair {repair!r}", f"one of: {', '.join(REPAIRS)}")
     if stage not in (1, 2):
@@ -271,6 +279,8 @@ def _calibrate(checkpoint: Checkpoint, job: _Job, work: Work, progress: Callable
     """Walk the model, converting each layer on what the converted ones before it give."""
     sample = job.calibration.sample(checkpoint)
     work.note("sample", sample.as_dict())
+    if job.allocation == "greedy" and job.sparsity is not None and "allocation" not in work.report:
+        work.note("allocation", _allocate(checkpoint, job, sample))
     walk = job.calibration.walk(checkpoint, sample.input_ids)
     source = walk.twin()
     for layer in walk:
@@ -284,6 +294,26 @@ def _calibrate(checkpoint: Checkpoint, job: _Job, work: Work, progress: Callable
         progress(1)
 
 
+def _allocate(checkpoint: Checkpoint, job: _Job, sample: Sample) -> dict[str, float]:
+    """A sparsity for each layer, by a walk of the source over the first tokens of the sample."""
+    from surgery.operations import repair
+
+    first = dataclasses.replace(
+        sample, input_ids=sample.input_ids[: max(1, ALLOCATION_TOKENS // sample.input_ids.shape[1])]
+    )
+    walk, costs = job.calibration.walk(checkpoint, first.input_ids), {}
+    for layer in walk:
+        if layer.index in job.layers:
+            rows = repair.observe(layer, job.blocks, first, list(layer.outputs()), feedback=0.0)
+            neurons = repair.Neurons.of(
+                job.blocks.mlp(layer.index), rule=job.swap.rule, act=job.act, device=layer.device
+            )
+            costs[layer.index] = repair.cost(neurons, job.source_act, rows, LEVELS)
+        layer.run()
+    found = repair.allocate(costs, LEVELS, job.sparsity or 0.0)
+    return {str(i): round(s, 4) for i, s in found.items()}
+
+
 def _fit(layer: Layer, job: _Job, sample: Sample, source: Sequence[Tensor], work: Work) -> None:
     """Choose the thresholds of a layer and repair it."""
     from surgery.operations import repair
@@ -293,8 +323,9 @@ def _fit(layer: Layer, job: _Job, sample: Sample, source: Sequence[Tensor], work
     rows = repair.observe(layer, job.blocks, sample, source)
     mlp = job.blocks.mlp(index)
     neurons = repair.Neurons.of(mlp, rule=job.swap.rule, act=job.act, device=layer.device)
-    if job.sparsity is not None:
-        neurons = repair.thresholded(neurons, rows, job.sparsity, job.per_neuron)
+    sparsity = work.report.get("allocation", {}).get(str(index), job.sparsity)
+    if sparsity is not None:
+        neurons = repair.thresholded(neurons, rows, sparsity, job.per_neuron)
     elif job.thresholds:
         neurons = dataclasses.replace(neurons, **{n: neurons.up.new_full((1,), job.threshold) for n in job.thresholds})
     if job.shifts:
@@ -305,7 +336,7 @@ def _fit(layer: Layer, job: _Job, sample: Sample, source: Sequence[Tensor], work
         fitted = repair.ridge(neurons, rows, bias=job.biased)
     elif job.repair == "reconstruct":
         fitted = reconstruct(
-            neurons, rows, sparsity=job.sparsity, per_neuron=job.per_neuron, bias=job.biased, biases=job.shifts
+            neurons, rows, sparsity=sparsity, per_neuron=job.per_neuron, bias=job.biased, biases=job.shifts
         )
     after = repair.error(fitted, rows, rows.fitted)
     if after > before:  # on rows that were not fitted on: a repair that makes it worse is none

@@ -21,7 +21,7 @@ Shapes: N tokens that count, H hidden_size, F intermediate_size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +45,7 @@ CHUNK = 4096  # rows whose products are held at once
 BLOCK = 11_008  # neurons that are solved for together: a Gram matrix of 485 MB in fp32
 SWEEPS = 3  # over the blocks, where there are several
 SAMPLED = 4_000_000  # values that thresholds are chosen on
+NEURONS, COST_ROWS = 768, 4096  # that the cost of a sparsity is estimated on
 QUANTILE = 1_000_000  # of them that are sorted together
 
 
@@ -216,6 +217,42 @@ def quantile(values: Tensor, fraction: float, per_neuron: bool) -> Tensor:
         return values.kthvalue(max(1, round(fraction * len(values))), dim=0).values
     values = values.flatten()[:: max(1, values.numel() // QUANTILE) | 1]  # odd, so as not to fall on few neurons
     return values.kthvalue(max(1, round(fraction * values.numel()))).values[None]
+
+
+def cost(neurons: Neurons, act: str, rows: Rows, levels: Sequence[float]) -> list[float]:
+    """What each sparsity costs the stream of a layer after a ridge refit: the weighted squared error on rows that were
+    not fitted on, of every so manieth neuron (NEURONS of them), taken as if of all. `act`: the source's activation."""
+    step = max(1, len(neurons.up) // NEURONS)
+    part: dict[str, Any] = {n: None if t is None else t[::step] for n in _BY_NEURON for t in [getattr(neurons, n)]}
+    part["down"] = neurons.down[:, ::step].contiguous()
+    some = dataclasses.replace(neurons, **part, down_bias=None)
+    source = dataclasses.replace(some, rule="plain", act=act)
+    z = rows.z[:: max(1, len(rows.z) // COST_ROWS)].float()
+    weight = None if rows.weight is None else rows.weight[:: max(1, len(rows.z) // COST_ROWS)]
+    own = Rows(z=z, y=source.output(source.product(z)), weight=weight)
+    size = (own.y.square().mean(1) * (1 if weight is None else weight)).mean().item() * step
+    fitted = (ridge(thresholded(some, own, level), own, bias=True) for level in levels)
+    return [size * error(n, own, own.fitted) for n in fitted]
+
+
+_BY_NEURON = ("gate", "up", "gate_bias", "up_bias")
+
+
+def allocate(costs: Mapping[int, Sequence[float]], levels: Sequence[float], sparsity: float) -> dict[int, float]:
+    """A sparsity for each layer whose mean is `sparsity`: greedily, the layer whose next level adds the least error is
+    raised, as TEAL does with its projections (Liu et al. 2024, arXiv 2408.14690)."""
+    at = dict.fromkeys(costs, 0)
+    needed = sparsity * len(costs)
+    while (reached := sum(levels[i] for i in at.values())) < needed:
+        open_ = {layer: i for layer, i in at.items() if i + 1 < len(levels)}
+        if not open_:
+            break
+        best = min(open_, key=lambda n: (costs[n][at[n] + 1] - costs[n][at[n]]) / (levels[at[n] + 1] - levels[at[n]]))
+        at[best] += 1
+        if sum(levels[i] for i in at.values()) >= needed:  # the last step only as far as it is needed
+            chosen = {layer: levels[i] for layer, i in at.items()}
+            return chosen | {best: levels[at[best] - 1] + needed - reached}
+    return {layer: min(sparsity, levels[i]) if sparsity < levels[0] else levels[i] for layer, i in at.items()}
 
 
 def rounded(neurons: Neurons, dtype: str) -> Neurons:

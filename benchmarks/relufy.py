@@ -1,0 +1,67 @@
+"""What a relufied model is worth: perplexity on two domains, zeros, CPU minutes and peak memory of the repair.
+
+  python benchmarks/relufy.py MODEL relu:ridge shifted-0.65:reconstruct drelu-0.8:ridge teal-0.7:ridge
+  python benchmarks/relufy.py MODEL fatrelu-0.8:ridge --tokens 131072 --json
+
+A row for each ACTIVATION[-SPARSITY]:REPAIR, and the same swap without repair beside it. Calibrated on the built-in mixed
+text (speeches and novels), measured on held-out speeches and on another domain, fp32, windows of 512 tokens.
+"""
+
+import argparse
+import json
+import resource
+import time
+
+from surgery.analysis import quality
+from surgery.checkpoint import Checkpoint, open_checkpoint
+from surgery.operations.relufy import relufy
+
+
+def measure(source: Checkpoint, what: str, tokens: int, sample: quality.Texts) -> dict[str, object]:
+    """The row of one conversion."""
+    swap, _, repair = what.partition(":")
+    activation, _, sparsity = swap.partition("-")
+    options = {"activation": activation, "repair": repair or "ridge", "calibration": {"tokens": tokens}}
+    output = relufy(source, **options, **({"sparsity": float(sparsity)} if sparsity else {}))
+    wall, cpu = time.time(), time.process_time()
+    for step in output.steps:
+        if step.work:
+            step.work.folder()
+    wall, cpu = time.time() - wall, time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    models = {"source": source, "swap": quality.plain_swap(source, output), "output": output}
+    found = quality.measure(models, sample)
+    ratios = {
+        f"{name}, {text}": round(found[name].perplexity[text] / found["source"].perplexity[text], 3)
+        for name in ("swap", "output")
+        for text in quality.TEXTS
+    }
+    return {
+        "what": what,
+        "zeros": round(found["output"].sparsity, 4),
+        **ratios,
+        "agreement": round(found["output"].agreement["evaluation"], 3),
+        "source": {t: round(p, 2) for t, p in found["source"].perplexity.items()},
+        "cpu_minutes": round(cpu / 60, 1),
+        "wall_minutes": round(wall / 60, 1),
+        "peak_gb": round(peak, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("what", nargs="+")
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--evaluate", type=int, default=4096, help="tokens of each text")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    source = open_checkpoint(options.model)
+    sample = quality.texts(source, options.evaluate, 512)
+    for what in options.what:
+        row = measure(source, what, options.tokens, sample)
+        print(json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
