@@ -79,6 +79,21 @@ def test_thresholds_give_the_sparsity(rule: str, per_neuron: bool) -> None:
     assert found.threshold.shape == ((24,) if per_neuron else (1,))
 
 
+def test_greedy_allocation_takes_the_cheapest_step() -> None:
+    """Layer 1 costs nothing until 0.8, layer 0 much at once: at a mean of 0.6 all of the rise goes to layer 1."""
+    levels = (0.4, 0.6, 0.8, 0.9)
+    costs = {0: [1.0, 3.0, 9.0, 20.0], 1: [1.0, 1.01, 1.02, 30.0]}
+    assert repair.allocate(costs, levels, 0.6) == pytest.approx({0: 0.4, 1: 0.8})
+    assert repair.allocate(costs, levels, 0.65) == pytest.approx({0: 0.5, 1: 0.8})
+    assert repair.allocate(costs, levels, 0.3) == pytest.approx({0: 0.3, 1: 0.3})
+
+
+def test_a_higher_sparsity_costs_more() -> None:
+    mlp, rows = neurons("shifted")
+    costs = repair.cost(mlp, "silu", rows, (0.6, 0.75, 0.9))
+    assert 0 < costs[0] < costs[1] < costs[2]
+
+
 def checkpoint_of(name: str, folder: Path) -> Checkpoint:
     """A tiny random model, in bf16."""
     save_model(name, folder, dtype=torch.bfloat16)
@@ -199,6 +214,7 @@ def test_an_interrupted_calibration_goes_on(tmp_path: Path, monkeypatch: pytest.
         ({"activation": "gelu"}, UsageError, "'gelu'"),
         ({"layers": [7]}, UsageError, "[7]"),
         ({"stage": 3}, UsageError, "stage 3"),
+        ({"activation": "fatrelu", "allocation": "fair"}, UsageError, "'fair'"),
         ({"calibration": {"token": 3}}, UsageError, "'token'"),
         ({"calibration": {"text": "a", "dataset": "b"}}, UsageError, "both a text"),
     ],
