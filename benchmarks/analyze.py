@@ -3,7 +3,9 @@
   python benchmarks/analyze.py ~/models/qwen2.5-coder-1.5b --tokens 16384 --rounds 3
 
 Whole processes, alternated, medians: both open the checkpoint, tokenize the same text and load each layer once; one
-counts, the other only computes. Also what the walk alone takes in each, without imports and start.
+counts, the other only computes. "walk s" and "walk cpu s" are what the walk alone takes in each, without imports and
+start. On a busy machine trust the ratio of the processor times, and OMP_NUM_THREADS=1: threads that wait for each other
+wait for the other programs too.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 from typing import Any
 
 CHILD = """
-import json, sys, time
+import json, sys, time, torch
 from surgery.analysis.analyze import analyze
 from surgery.calibration.data import sample_ids
 from surgery.calibration.walk import Walk, choose_device, choose_dtype
@@ -27,13 +29,14 @@ checkpoint = open_checkpoint(model)
 sample = sample_ids(checkpoint, tokens=tokens, sequence_length=512, split="calibration")
 device = choose_device(None)
 dtype = choose_dtype(None, device)
-start = time.perf_counter()
+start, cpu = time.perf_counter(), time.process_time()
 if collect:
     analyze(checkpoint, sample, dtype=dtype, device=device)
 else:
     for layer in Walk(checkpoint, sample.input_ids, dtype=dtype, device=device):
         layer.run()
-print(json.dumps({"walk s": time.perf_counter() - start, "tokens": sample.input_ids.numel(), "on": f"{device}, {dtype}"}))
+took = {"walk s": time.perf_counter() - start, "walk cpu s": time.process_time() - cpu}
+print(json.dumps({**took, "threads": torch.get_num_threads(), "tokens": sample.input_ids.numel(), "on": f"{device}, {dtype}"}))
 """
 
 
@@ -59,19 +62,20 @@ def main() -> None:
         for what, found in results.items():
             found.append(run(a.model, a.tokens, what))
     middle = {
-        what: {k: statistics.median(r[k] for r in found) for k in ("walk s", "cpu s", "peak MB")}
+        what: {k: statistics.median(r[k] for r in found) for k in ("walk s", "walk cpu s", "cpu s", "peak MB")}
         for what, found in results.items()
     }
     first = results["bare"][0]
-    print(f"{first['tokens']} tokens on {first['on']}, medians of {a.rounds}")
+    print(f"{first['tokens']} tokens on {first['on']}, {first['threads']} threads, medians of {a.rounds}")
     for what, m in middle.items():
         print(
             f"{what:8} "
             + "  ".join(f"{k} {v:8.1f}" for k, v in m.items())
             + f"  {first['tokens'] / m['walk s']:.0f} tokens/s"
         )
-    pairs = [a["walk s"] / b["walk s"] for a, b in zip(results["analyze"], results["bare"], strict=True)]
-    print(f"analyze / bare: {statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})")
+    for what in ("walk s", "walk cpu s"):
+        pairs = [a[what] / b[what] for a, b in zip(results["analyze"], results["bare"], strict=True)]
+        print(f"analyze / bare, {what}: {statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})")
 
 
 if __name__ == "__main__":

@@ -71,6 +71,9 @@ def default_out(checkpoint: Checkpoint, suffix: str) -> Path:
     return Path(f"{checkpoint.source.location.rsplit('/', 1)[-1]}-{suffix}")
 
 
+_CHANGES = {"shared": "shared", "drop": "drop", "noise": "noise"}  # of upcycle, and how a folder's name says them
+
+
 def suffix(checkpoint: Checkpoint) -> str:
     """What the steps amount to, as the end of a folder's name: "mixtral-8x-top2", "relu"."""
     parts = []
@@ -81,6 +84,7 @@ def suffix(checkpoint: Checkpoint) -> str:
             parts.append("-".join([p["activation"], *percent, *([] if p["repair"] == "none" else [p["repair"]])]))
         elif step.operation == "upcycle":
             parts.append(f"{p['target']}-{p['experts']}x-top{p['top_k']}".replace("_", "-"))
+            parts += [f"{word}{p[key]:g}" for key, word in _CHANGES.items() if p.get(key)]
         else:
             parts.append(str(p.get("activation") or p.get("dtype") or step.operation))
     return "-".join(parts) or "copy"
@@ -241,7 +245,8 @@ def verify_folder(source: Checkpoint, folder: Path, trust_remote_code: bool = Fa
         require_trust(output, trust_remote_code)
         with observer.stage("verifying", 0, "layer") as progress:
             verification = verify(source, output, exact=bool(record["exact"]), layers=record["layers"] or None, repaired=_is_repaired(record),
-                                  first=rows, progress=lambda what, done, total: progress(1))  # fmt: skip
+                                  torn=_granularity(record), first=rows,
+                                  progress=lambda what, done, total: progress(1))  # fmt: skip
     for name, digest in sha256.items():
         record["shards"][name]["sha256"] = digest
     record["verification"] = verification.as_dict()
@@ -253,6 +258,12 @@ def _is_repaired(record: dict[str, Any]) -> bool:
     """Whether weights were fitted after a swap of the activation, and nothing else was done to them."""
     steps = [s for s in record["recipe"] if s["operation"] != "cast"]
     return bool(steps) and all(s["operation"] == "relufy" and s.get("repair") != "none" for s in steps)
+
+
+def _granularity(record: dict[str, Any]) -> int:
+    """The routed experts that make up a copy of the MLP; 1 where copies are whole."""
+    steps = [s for s in record["recipe"] if s["operation"] == "upcycle"]
+    return max([1, *(int(s.get("granularity") or 1) - int(s.get("shared") or 0) for s in steps)])
 
 
 def check_files(source: Checkpoint, folder: Path, shards: dict[str, Any], fresh: Iterable[str],

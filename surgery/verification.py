@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from surgery.analysis import quality
+from surgery.analysis.copies import torn_copies
 from surgery.calibration.data import Sample, sample_ids
 from surgery.calibration.stock import NameReport, check_names, parse_config, unknown_fields
 from surgery.calibration.walk import Walk
@@ -80,12 +81,13 @@ class Verification:
 
 
 def verify(source: Checkpoint, output: Checkpoint, *, exact: bool, layers: Sequence[int] | None = None,
-           repaired: bool = False, tokens: int = 2048, dtype: torch.dtype = torch.float32, device: str = "cpu",
+           repaired: bool = False, torn: int = 1, tokens: int = 2048, dtype: torch.dtype = torch.float32, device: str = "cpu",
            first: Iterable[Row] = (), progress: Progress = lambda what, done, total: None) -> Verification:  # fmt: skip
     """Compare `output` with the `source` it was made from.
 
     `layers` are those whose MLP was converted (default: all); `repaired`: the weights were fitted after a swap of the
-    activation, which is then shown on its own; `tokens` are of each text; `first` are rows of other checks, to stand first. Names
+    activation, which is then shown on its own; `torn`: experts that make up a copy, which
+    must be chosen together in the output's own dtype; `tokens` are of each text; `first` are rows of other checks, to stand first. Names
     and shapes that do not fit the output's class end it: the class could not run.
     """
     names = [*name_rows(check_names(source), check_names(output)), *unknown_rows(output)]
@@ -100,6 +102,11 @@ def verify(source: Checkpoint, output: Checkpoint, *, exact: bool, layers: Seque
     last = max(range(locate(output).count) if layers is None else layers)
     pair = _Pair(source, output, sample.input_ids, dtype=dtype, device=device, last=last, progress=progress)
     rows = (*result.rows, *_rows(pair, sample))
+    if torn > 1:
+        stored = getattr(torch, str(output.config.get("dtype") or output.config.get("torch_dtype") or "float32"))
+        found = torn_copies(output, sample.input_ids, shards=torn, dtype=stored, device=device)
+        rows += (Row(check=f"tokens with parts of copies in {SHORT[stored]}, of {found.total}", value=found.torn, relation="<=", limit=0,
+                     passed=not found.torn),)  # fmt: skip
     return Verification(rows=rows, exact=exact, dtype=result.dtype, sample=sample)
 
 

@@ -50,6 +50,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral with yarn": {"sliding_window": None, "rope_parameters": YARN},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
+    "qwen3 with windows": {"head_dim": 16, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "qwen2 with windows": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     "gemma": {"head_dim": 8, "initializer_range": 0.1},
     "gemma2": {**GEMMA, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 0.5},
     "gemma3_text": {**GEMMA, "rope_parameters": {
@@ -64,6 +66,8 @@ MODELS: dict[str, dict[str, Any]] = {
                 "attention_multiplier": 0.2},
     "olmo2": {},
     "smollm3": {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}, "no_rope_layers": [1, 0, 1]},
+    "ernie4_5": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
     "gpt2": FEWER,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16, "init_std": 0.2},
     "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4, "partial_rotary_factor": 0.5}},
@@ -185,6 +189,11 @@ def silent(config: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in config.items() if k not in unsaid}
 
 
+def silent_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Without rotary embeddings: those of the class."""
+    return {k: v for k, v in config.items() if k != "rope_parameters"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A conversion: the model of MODELS, what is changed in its config.json first, the options of the operation."""
@@ -232,6 +241,69 @@ UPCYCLED: dict[str, Case] = {
     "gemma": Case(model="gemma", target="mixtral"),
     "gemma, first config": Case(model="gemma", target="mixtral",
                                 edit=lambda c: as_written_by_4(c) | {"hidden_act": "gelu"}),
+    "llama into glm4_moe": Case(model="llama with llama3 rope", target="glm4_moe", options={"target": "glm4_moe"}),
+    "mistral into glm4_moe": Case(model="mistral without window", target="glm4_moe", options={"target": "glm4_moe"}),
+    "qwen2 into glm4_moe": Case(model="qwen2", target="glm4_moe", options={"target": "glm4_moe"}),
+    "qwen3 into glm4_moe": Case(model="qwen3", target="glm4_moe", options={"target": "glm4_moe"}, edit=silent_rope),
+    "gemma into glm4_moe": Case(model="gemma", target="glm4_moe", options={"target": "glm4_moe"}),
+    "qwen3 into dots1": Case(model="qwen3", target="dots1", options={"target": "dots1"}),
+    "qwen3 with windows": Case(model="qwen3 with windows", target="dots1"),
+    "qwen3 with windows, config of 4": Case(model="qwen3 with windows", target="dots1",
+                                            edit=lambda c: {k: v for k, v in as_written_by_4(c).items() if k != "layer_types"}),
+    "phi3 with partial rotary": Case(model="phi3 with partial rotary", target="glm4_moe"),
+    "phi3 with longrope into glm4_moe": Case(model="phi3 with longrope", target="glm4_moe", options={"target": "glm4_moe"}),
+    "granite into granitemoeshared": Case(model="granite", target="granitemoeshared", options={"target": "granitemoeshared"}),
+    "smollm3": Case(model="smollm3", target="llama4_text"),
+    "smollm3, one layer": Case(model="smollm3", target="llama4_text", options={"layers": [1]}),
+    "ernie4_5": Case(model="ernie4_5", target="ernie4_5_moe"),
+    "ernie4_5, shared, inner layer": Case(model="ernie4_5", target="ernie4_5_moe", options={"shared": 1, "layers": [1]}),
+    "hunyuan_v1_dense": Case(model="hunyuan_v1_dense", target="hunyuan_v1_moe"),
+    "hunyuan_v1_dense, nothing shared": Case(model="hunyuan_v1_dense", target="hunyuan_v1_moe", options={"shared": 0}),
+}  # fmt: skip
+
+# Experts finer than a copy. G: granularity; E experts, K active; S shared.
+FINE: dict[str, Case] = {
+    "qwen3, G=2": Case(model="qwen3", target="glm4_moe", options={"granularity": 2, "experts": 8, "top_k": 4}),
+    "qwen3 in bf16, G=2": Case(model="qwen3", target="glm4_moe", options={"granularity": 2, "experts": 16, "top_k": 4},
+                               dtype=torch.bfloat16),
+    "qwen3 with windows, G=3": Case(model="qwen3 with windows", target="dots1",
+                                    options={"granularity": 3, "experts": 12, "top_k": 6}),
+    "qwen3, G=6, S=1, dense first": Case(model="qwen3", target="glm4_moe",
+                                         options={"granularity": 6, "shared": 1, "experts": 20, "top_k": 10, "dense_first": 1}),
+    "qwen3 into dots1, G=6, S=2": Case(model="qwen3", target="dots1", options={"target": "dots1", "granularity": 6, "shared": 2,
+                                                                               "experts": 16, "top_k": 4}),
+    "qwen2 in bf16, G=2": Case(model="qwen2", target="glm4_moe", options={"granularity": 2, "experts": 16, "top_k": 4},
+                               dtype=torch.bfloat16),
+    "qwen2, G=3, S=2": Case(model="qwen2", target="qwen2_moe", options={"granularity": 3, "shared": 2}),
+    "qwen2, G=2, K=E": Case(model="qwen2", target="qwen2_moe", options={"granularity": 2, "shared": 0, "top_k": 4}),
+    "llama, G=6": Case(model="llama", target="glm4_moe", options={"granularity": 6, "experts": 24, "top_k": 12}),
+    "llama, G=2, S=1": Case(model="llama tied", target="glm4_moe", options={"granularity": 2, "shared": 1}),
+    "llama, G=2, zero router": Case(model="llama", target="glm4_moe",
+                                    options={"granularity": 2, "experts": 8, "top_k": 4, "router": "zero"}),
+    "llama, G=3, K=E": Case(model="llama", target="mixtral", options={"granularity": 3, "experts": 6, "top_k": 6}),
+    "llama into mixtral, G=3": Case(model="llama", target="mixtral",
+                                    options={"target": "mixtral", "granularity": 3, "experts": 12, "top_k": 6}),
+    "mistral, G=2": Case(model="mistral", target="mixtral", options={"granularity": 2, "experts": 8, "top_k": 4}),
+    "phi3 with partial rotary, G=3": Case(model="phi3 with partial rotary", target="glm4_moe",
+                                          options={"granularity": 3, "experts": 12, "top_k": 6}),
+    "gemma, G=2": Case(model="gemma", target="glm4_moe", options={"granularity": 2, "experts": 8, "top_k": 4}),
+    "granite, G=4, S=3": Case(model="granite", target="granitemoeshared", options={"granularity": 4, "shared": 3}),
+    "granite, G=3": Case(model="granite", target="granitemoe", options={"granularity": 3, "experts": 12, "top_k": 6}),
+    "olmo2, G=2": Case(model="olmo2", target="flex_olmo", options={"granularity": 2, "experts": 8, "top_k": 4}),
+    "ernie4_5, G=3, S=1": Case(model="ernie4_5", target="ernie4_5_moe",
+                               options={"granularity": 3, "shared": 1, "experts": 8, "top_k": 4}),
+    "hunyuan_v1_dense, G=2": Case(model="hunyuan_v1_dense", target="hunyuan_v1_moe",
+                                  options={"granularity": 2, "experts": 8, "top_k": 4}),
+}  # fmt: skip
+UPCYCLED |= FINE
+
+# GPT-OSS has an activation that its config decides in transformers 5 alone.
+ONLY_5: dict[str, Case] = {
+    f"{name} into gpt_oss{', G=2' if granularity > 1 else ''}": Case(
+        model=name, target="gpt_oss", options={"target": "gpt_oss", "granularity": granularity, "experts": 4 * granularity,
+                                               "top_k": 2 * granularity})
+    for name, granularity in (("llama with llama3 rope", 1), ("llama with attention biases", 2), ("mistral", 1), ("qwen2", 1),
+                              ("qwen2 with windows", 1))
 }  # fmt: skip
 
 RELUFIED: dict[str, Case] = {
@@ -241,7 +313,7 @@ RELUFIED: dict[str, Case] = {
     for name in (
         "llama", "llama with llama3 rope", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text",
         "phi3", "phi3 with longrope", "phi3 with partial rotary", "granite", "olmo2", "smollm3", "gpt2", "opt", "gpt_neox",
-        "falcon", "nemotron",
+        "falcon", "nemotron", "ernie4_5", "hunyuan_v1_dense",
     )
     for activation in (("relu2",) if name == "opt" else ("relu", "relu2") if name == "llama" else ("relu",))
 }  # fmt: skip
@@ -267,7 +339,7 @@ class Workshop:
         self.convert = cache(self._convert)
 
     def _convert(self, name: str) -> Conversion:
-        case = UPCYCLED[name] if name in UPCYCLED else RELUFIED[name]
+        case = (UPCYCLED | RELUFIED | ONLY_5)[name]
         folder = self.folder / str(len(list(self.folder.iterdir())))
         source, output = folder / "source", folder / "output"
         save_model(case.model, source, dtype=case.dtype)
@@ -277,7 +349,7 @@ class Workshop:
             edit_config(source, case.edit)
         checkpoint = open_checkpoint(source)
         if case.activation:
-            result = relufy(checkpoint, activation=case.activation)
+            result = relufy(checkpoint, activation=case.activation, repair="none")
         else:
             result = upcycle(checkpoint, **{"experts": 4, "top_k": 2, "router_std": 0.3, **case.options})
         write(make_plan(result), output, source=checkpoint)

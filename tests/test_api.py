@@ -25,7 +25,9 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
 def test_operations_compose_into_one_pass(tmp_path: Path) -> None:
     """The second operation sees the config and the tensors of the first; nothing is written between them."""
     source = surgery.open(MODEL)
-    out = surgery.write(surgery.upcycle(surgery.relufy(source, repair="none"), experts=2), tmp_path / "both", max_shard_size="10MB")
+    out = surgery.write(
+        surgery.upcycle(surgery.relufy(source, repair="none"), experts=2), tmp_path / "both", max_shard_size="10MB"
+    )
     both = surgery.open(out)
     assert both.config["model_type"] == "mixtral" and both.config["hidden_act"] == "relu"
     verification = surgery.verify(source, out)
@@ -41,7 +43,10 @@ def test_operations_compose_into_one_pass(tmp_path: Path) -> None:
 def test_a_checkpoint_that_was_never_written_is_analysed() -> None:
     """Zeros of the relufied model, seen before a byte of it is on the disk."""
     source = surgery.open(MODEL)
-    zeros = [surgery.analyze(c, tokens=512).mean(lambda m: m.product.zero) for c in (source, surgery.relufy(source, repair="none"))]
+    zeros = [
+        surgery.analyze(c, tokens=512).mean(lambda m: m.product.zero)
+        for c in (source, surgery.relufy(source, repair="none"))
+    ]
     assert zeros[0] == 0 and zeros[1] > 0.4
 
 

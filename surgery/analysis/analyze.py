@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from surgery.analysis import sparsity
 from surgery.analysis.devices import Device, Work
-from surgery.analysis.sparsity import Linearity, Truncation
+from surgery.analysis.sparsity import Linearity, Part, Truncation
 from surgery.analysis.weigh import Weights, weigh
 from surgery.calibration import collectors
-from surgery.calibration.collectors import Collapse, Collector, Distribution, Histogram, edges, update_all
+from surgery.calibration.collectors import Collapse, Collector, Distribution, Histogram, edges, runs_of, update_all
 from surgery.calibration.data import Sample
-from surgery.calibration.observe import Taps, tapped
+from surgery.calibration.observe import Taps, leaves, tapped
 from surgery.calibration.walk import Layer, Walk, processes
 from surgery.checkpoint import Checkpoint
 from surgery.errors import UsageError
@@ -34,7 +34,7 @@ CETT = (0.1, 0.2)
 SPARSITIES = (0.25, 0.4, 0.5, 0.65, 0.8, 0.9, 0.95)
 NEAR_ZERO = (1e-3, 1e-2, 1e-1)
 ALWAYS = 0.99  # a neuron that is active for more of the tokens is called always active
-EVERY = 4  # the histograms of gate, up and input are of every fourth token; that of the product is of all
+EVERY = 4  # the histograms are of every fourth token; the product's exact zeros are counted in all
 SAMPLED = 512  # tokens of the reservoir
 LARGEST_COACTIVATION = 16384  # neurons: 1 GiB of int32
 Progress = Callable[[int, int], None]  # layers done, of how many
@@ -117,6 +117,20 @@ class Router:
     nonzero: Tensor | None  # [E, F] tokens with h != 0
     product: Distribution | None
     gate: Distribution | None
+    truncations: tuple[Truncation, ...] = ()  # of an expert's own output, one threshold for all of them
+
+    @property
+    def width(self) -> int:
+        """Neurons that one token passes."""
+        return 0 if self.active is None else self.top_k * self.active.shape[1]
+
+    @property
+    def gated(self) -> bool:
+        """Of those that are seen inside."""
+        return True
+
+    def at(self, cett: float) -> Truncation:
+        return self.truncations[CETT.index(cett)]
 
     @property
     def balance(self) -> float:
@@ -138,6 +152,7 @@ class Router:
             "load": (self.load.double() / self.tokens).tolist(), "unused": int((self.load == 0).sum()),
             "balance": self.balance, "busiest": self.busiest, "entropy": self.entropy, "firing_rate": rates,
             "product": self.product and _spread(self.product), "gate": self.gate and _spread(self.gate),
+            "cett": [asdict(t) for t in self.truncations],
         }  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
@@ -154,6 +169,12 @@ class LayerAnalysis:
     router: Router | None
     residual: float
 
+    @property
+    def inside(self) -> dict[str, Mlp | Router]:
+        """What was looked into, by the role of its weights."""
+        found: dict[str, Mlp | Router] = {} if self.mlp is None else {"mlp": self.mlp, "shared_experts": self.mlp}
+        return found | ({"routed_experts": self.router} if self.router and self.router.product else {})
+
     def as_dict(self) -> dict[str, Any]:
         return {"layer": self.index, "mlp": self.mlp and self.mlp.as_dict(),
                 "router": self.router and self.router.as_dict(), "residual": self.residual}  # fmt: skip
@@ -162,7 +183,8 @@ class LayerAnalysis:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving:
     """What one token reads and multiplies in the MLPs of the whole model: all of it, and what `kernel` leaves of it at
-    the sparsity that `rule` gives each layer. Only MLPs that were analysed are made smaller."""
+    the sparsity that `rule` gives each MLP, shared expert and set of routed experts. What cannot be looked into stays
+    whole. `sparsity` is the mean over the neurons that a token passes."""
 
     rule: str
     kernel: str
@@ -195,41 +217,53 @@ class Analysis:
     def routers(self) -> list[Router]:
         return [layer.router for layer in self.layers if layer.router]
 
-    def mean(self, value: Callable[[Mlp], float]) -> float:
-        """Over the neurons of all dense MLPs; NaN without one."""
-        width = sum(m.width for m in self.mlps)
-        return sum(value(m) * m.width for m in self.mlps) / width if width else math.nan
+    @property
+    def inside(self) -> list[Mlp | Router]:
+        """Dense MLPs, shared experts, and the routed experts of a layer that could be looked into."""
+        return [*self.mlps, *(router for router in self.routers if router.product)]
+
+    def mean(self, value: Callable[[Any], float], over: Sequence[Mlp | Router] | None = None) -> float:
+        """Over the neurons of all dense MLPs (or of what is given); NaN without one."""
+        parts = self.mlps if over is None else over
+        width = sum(p.width for p in parts)
+        return sum(value(p) * p.width for p in parts) / width if width else math.nan
 
     @property
     def savings(self) -> list[Saving]:
         """Exact zeros, and what CETT allows, under each kernel that could make use of them."""
-        if not self.mlps:
+        if not self.inside:
             return []
         tails = [(f"CETT {c}", kernel, at_cett(c)) for c in CETT for kernel in ("down only", "foreseen")]
         return [self.saving(*s) for s in (("exact zeros", "gate first", exact_zeros), *tails)]
 
-    def saving(self, rule: str, kernel: str, value: Callable[[Mlp], float]) -> Saving:
+    def saving(self, rule: str, kernel: str, value: Callable[[Mlp | Router], float]) -> Saving:
         before, left = Work(0, 0), Work(0, 0)
         for layer in self.layers:
+            inside = layer.inside
             for role, work in _mlp_work(self.weights, layer.index).items():
-                mlp = layer.mlp if role in ("mlp", "shared_experts") else None
-                share = sparsity.REMAINING[kernel](value(mlp), mlp.gated) if mlp else 1.0
+                part = inside.get(role)
+                share = sparsity.REMAINING[kernel](value(part), part.gated) if part else 1.0
                 before = Work(before.flops + work.flops, before.nbytes + work.nbytes)
                 left = Work(left.flops + share * work.flops, left.nbytes + share * work.nbytes)
-        return Saving(rule=rule, kernel=kernel, sparsity=self.mean(value), before=before, after=left)
+        return Saving(rule=rule, kernel=kernel, sparsity=self.mean(value, self.inside), before=before, after=left)
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Over all dense MLPs, and over all routed experts."""
+        found: dict[str, Any] = {} if not self.mlps else {
+            **_means(self, self.mlps), "firing_rate": self.mean(firing_rate),
+            "dead": sum(int((m.active == 0).sum()) for m in self.mlps), "neurons": sum(m.width for m in self.mlps),
+        }  # fmt: skip
+        routed = [router for router in self.routers if router.product]
+        return found | ({"routed_experts": _means(self, routed)} if routed else {})
 
     def as_dict(self, device: Device) -> dict[str, Any]:
         """For JSON; `device` is what the savings are timed on, one sequence at a time."""
-        totals = {} if not self.mlps else {
-            "exact_zero": self.mean(exact_zeros), "firing_rate": self.mean(firing_rate),
-            "dead": sum(int((m.active == 0).sum()) for m in self.mlps), "neurons": sum(m.width for m in self.mlps),
-            **{f"sparsity_at_cett_{c}": self.mean(at_cett(c)) for c in CETT},
-        }  # fmt: skip
         return _finite({
             "source": self.source, "model_type": self.model_type, "activation": self.activation, "dtype": self.dtype,
             "sample": self.sample.as_dict(),
             "events": {"active": "gate pre-activation > 0 (up's in an MLP without a gate)", "zero": "h = 0"},
-            "totals": totals, "savings": [s.as_dict(device) for s in self.savings], "device": device.as_dict(),
+            "totals": self.totals, "savings": [s.as_dict(device) for s in self.savings], "device": device.as_dict(),
             "layers": [layer.as_dict() for layer in self.layers],
         })  # fmt: skip
 
@@ -253,13 +287,18 @@ def firing_rate(mlp: Mlp) -> float:
     return mlp.rate.mean().item()
 
 
-def exact_zeros(mlp: Mlp) -> float:
-    return mlp.product.zero
+def exact_zeros(part: Mlp | Router) -> float:
+    return part.product.zero if part.product else math.nan
 
 
-def at_cett(cett: float) -> Callable[[Mlp], float]:
+def at_cett(cett: float) -> Callable[[Mlp | Router], float]:
     """The sparsity at that error."""
-    return lambda mlp: mlp.at(cett).sparsity
+    return lambda part: part.at(cett).sparsity
+
+
+def _means(a: Analysis, parts: Sequence[Mlp | Router]) -> dict[str, float]:
+    sparsities = {f"sparsity_at_cett_{c}": a.mean(at_cett(c), parts) for c in CETT}
+    return {"exact_zero": a.mean(exact_zeros, parts), **sparsities}
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -319,21 +358,25 @@ class _Observers:
     def of(cls, taps: Taps, coactivation: bool) -> _Observers:
         found = cls()
         if taps.parts.down is not None:
-            taps_of = ("product", "gate", "input", *(("up",) if taps.family.gated else ()))
-            found.dense = {name: Histogram(name, 1 if name == "product" else EVERY) for name in taps_of}
+            taps_of = ("gate", "input", *(("up",) if taps.family.gated else ()), "product")
+            found.dense = {name: Histogram(name, EVERY) for name in taps_of}
             found.dense |= {name: make() for name, make in _DENSE.items() if coactivation or name != "coactivation"}
         if taps.parts.router is not None:
-            found.routed = {"routing": collectors.Routing(taps.experts)}
+            found.routed = {"routing": collectors.Routing(taps.experts), "reservoir": collectors.ExpertReservoir()}
         return found
 
-    def update(self, taps: Taps, where: Mapping[str, Tensor]) -> None:
+    @property
+    def all(self) -> list[Collector]:
+        return [*self.dense.values(), *self.routed.values(), self.stream]
+
+    def update(self, taps: Taps, where: Mapping[str, Any]) -> None:
         if self.dense:
             seen = taps.dense(**where)
             update_all([*self.dense.values(), self.stream], seen)
         if self.routed:
             seen = taps.routed(**where)
             if seen.expert is not None:
-                self.routed.setdefault("product", Histogram("product"))
+                self.routed.setdefault("product", Histogram("product", EVERY))
                 self.routed.setdefault("gate", Histogram("gate"))
             update_all([*self.routed.values(), *(() if self.dense else (self.stream,))], seen)
 
@@ -371,8 +414,8 @@ def _mine(sample: Sample) -> slice:
     return slice(rank, None, world)
 
 
-def _batches(sample: Sample, walk: Walk, mine: slice, seed: int) -> list[dict[str, Tensor]]:
-    """mask, sampled and index of each batch. The reservoir is drawn from the tokens that count, once for all layers."""
+def _batches(sample: Sample, walk: Walk, mine: slice, seed: int) -> list[dict[str, Any]]:
+    """mask, its runs, sampled and index of each batch. The reservoir is drawn from the tokens that count, once for all layers."""
     mask = sample.mask
     index = torch.arange(mask.numel()).view_as(mask)
     counted = index[mask]
@@ -380,22 +423,21 @@ def _batches(sample: Sample, walk: Walk, mine: slice, seed: int) -> list[dict[st
     sampled = torch.isin(index, drawn)
     sizes = [len(h) for h in walk.hidden]
     parts = zip(*(t[mine].to(walk.device).split(sizes) for t in (mask, sampled, index)), strict=True)
-    return [{"mask": m, "sampled": s, "index": i} for m, s, i in parts]
+    return [{"mask": m, "runs": runs_of(m), "sampled": s, "index": i} for m, s, i in parts]
 
 
-def _observe(layer: Layer, walk: Walk, where: list[dict[str, Tensor]], activation: str,
+def _observe(layer: Layer, walk: Walk, where: list[dict[str, Any]], activation: str,
              coactivation: Sink | None) -> LayerAnalysis:  # fmt: skip
     family, config = walk.blocks.family, walk.checkpoint.text_config
     with tapped(layer.module, family, config) as taps:
         seen = _Observers.of(taps, coactivation is not None)
         layer.run(lambda b, hidden: seen.update(taps, {**where[b], "hidden": hidden}))
-    if processes()[1] > 1:
-        for collector in (*seen.dense.values(), *seen.routed.values(), seen.stream):
-            collector.gather()
+    for collector in seen.all:
+        collector.gather() if processes()[1] > 1 else collector.settle()
     if coactivation is not None and "coactivation" in seen.dense and processes()[0] == 0:
         coactivation(layer.index, seen.dense["coactivation"].state["pairs"])
     mlp = _mlp(seen.dense, taps, family, activation) if seen.dense else None
-    router = _routed(seen.routed, taps) if seen.routed else None
+    router = _routed(seen.routed, taps, family) if seen.routed else None
     stream = seen.stream.state
     return LayerAnalysis(
         index=layer.index, mlp=mlp, router=router, residual=(stream["ratios"] / stream["sequences"]).item()
@@ -408,19 +450,19 @@ def _mlp(found: Mapping[str, Any], taps: Taps, family: Family, activation: str) 
     tokens, width = int(activity["tokens"]), len(activity["active"])
     weight = taps.parts.down.weight  # type: ignore[union-attr]
     down = weight.detach() if family.transposed else weight.detach().T  # [F, H]
-    rows = found["reservoir"].result()
+    rows = {tap: x.to(weight.device) for tap, x in found["reservoir"].result().items()}
     unions = 1 - reuse["union"].double() / (reuse["windows"].clamp_min(1) * width)
     gate = found["gate"].result()
-    product, output = (rows[n].to(weight.device) for n in ("product", "output"))
+    part = Part(product=rows["product"], output=rows["output"], down=down)
     return Mlp(
         part="mlp" if taps.parts.router is None else "shared expert", width=width, gated=family.gated, tokens=tokens,
         product=found["product"].result(), gate=gate, up=found["up"].result() if "up" in found else None,
         input=found["input"].result(), gate_zero=_dead_half(gate, activation),
         active=activity["active"], nonzero=activity["nonzero"],
-        mass=activity["magnitude"] / tokens * down.float().norm(dim=1).double().cpu(),
+        mass=activity["magnitude"] / tokens * part.sizes.cpu().double(),
         overlap=reuse["shared"].item() / max(1, reuse["after"].item()),
         unions={w: u for w, u, n in zip(collectors.WINDOWS, unions.tolist(), reuse["windows"].tolist(), strict=True) if n},
-        truncations=tuple(sparsity.truncations(product, output, down, CETT)),
+        truncations=tuple(sparsity.truncations([part], CETT)),
         linearity=sparsity.linearity(rows["input"], rows["output"], activity["active"], tokens, activation=activation,
                                      gated=family.gated),
         input_rms=(inputs["squares"] / tokens).sqrt(), input_peak=inputs["peak"],
@@ -438,13 +480,34 @@ def _dead_half(gate: Distribution, activation: str) -> float:
     return (sum(dead) + (gate.zeros if act(torch.zeros(())) == 0 else 0)) / gate.total
 
 
-def _routed(found: Mapping[str, Any], taps: Taps) -> Router:
+def _routed(found: Mapping[str, Any], taps: Taps, family: Family) -> Router:
     state = found["routing"].state
     tokens, entropy = int(state["tokens"]), state.get("entropy")
+    parts = list(_experts(found["reservoir"].result(), taps, family)) if "product" in found else []
     return Router(
         experts=taps.experts, top_k=int(state["load"].sum()) // tokens, tokens=tokens, load=state["load"],
         entropy=None if entropy is None else entropy.item() / tokens / math.log(taps.experts),
         active=state.get("active"), nonzero=state.get("nonzero"),
         product=found["product"].result() if "product" in found else None,
         gate=found["gate"].result() if "gate" in found else None,
+        truncations=tuple(sparsity.truncations(parts, CETT)) if parts else (),
     )  # fmt: skip
+
+
+def _experts(rows: Mapping[str, Tensor], taps: Taps, family: Family) -> Iterator[Part]:
+    """The sampled tokens in each expert that one of them was sent to."""
+    chosen, counts = rows["expert"].unique_consecutive(return_counts=True)
+    for e, product in zip(chosen.tolist(), rows["product"].split(counts.tolist()), strict=True):
+        down, bias = _down(taps.parts.experts, family, e)
+        product = product.to(down.device)
+        yield Part(product=product, output=product @ down if bias is None else product @ down + bias, down=down)
+
+
+def _down(experts: Any, family: Family, e: int) -> tuple[Tensor, Tensor | None]:
+    """W_down [F, H] of an expert, and its bias, in the module that transformers keeps it in (see observe)."""
+    if isinstance(experts, nn.ModuleList):
+        linear = getattr(experts[e], str(leaves(family)["down"]))
+        return linear.weight.detach().T, None if linear.bias is None else linear.bias.detach()
+    weight = experts.down_proj[e].detach()
+    bias = experts.down_proj_bias[e].detach() if experts.has_bias else None
+    return weight if experts.is_transposed else weight.T, bias

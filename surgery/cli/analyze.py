@@ -65,8 +65,7 @@ def analyze_command(model: str, out: Path | None, text: Path | None, dataset: st
                     as_json: bool, quiet: bool) -> None:  # fmt: skip
     """Measure what the MLPs of MODEL really do on text, one layer in memory at a time: exact zeros, sparsity at a given
     error (CETT), firing rates, dead and hot neurons, reuse between tokens, thresholds, outlier channels, expert load,
-    and the bytes and FLOPs that sparsity would save. Processes that torchrun or
-    accelerate launch started share the text.
+    and the bytes and FLOPs that sparsity would save. Processes that torchrun or accelerate launch started share the text.
 
     \b
     Examples:
@@ -102,23 +101,25 @@ def analyze_command(model: str, out: Path | None, text: Path | None, dataset: st
                         memory_budget=parse_size(memory_budget) if memory_budget else None,
                         coactivation=_sink(out) if coactivation and out else None,
                         progress=lambda done, total: progress(1))  # fmt: skip
-    if not first:
-        return
-    if out is not None:
-        from surgery.report.html import write_report
-
-        found.save(out, timed_on)
-        write_report(found, timed_on, out)
-    if as_json:
+    if first and out is not None:
+        _write(found, timed_on, out)
+    if first and as_json:
         screen.echo_json(found.as_dict(timed_on))
-    elif not quiet:
+    elif first and not quiet:
         _show(found, timed_on, out)
+
+
+def _write(found: Analysis, timed_on: Device, out: Path) -> None:
+    from surgery.report.html import write_report
+
+    found.save(out, timed_on)
+    write_report(found, timed_on, out)
 
 
 def _show(found: Analysis, timed_on: Device, out: Path | None) -> None:
     from surgery.cli import screen
     from surgery.report import analysis as report
-    from surgery.report.html import draws_png
+    from surgery.report.png import draws_png
 
     for part in report.tables(found, timed_on):
         screen.show(part)

@@ -63,6 +63,31 @@ _OLMO2 = _DEFAULTS | {
     "eos_token_id": 50279,
     "attention_bias": False,
 }
+_SMOLLM3 = _DEFAULTS | {
+    "rope_theta": 2000000.0,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "pad_token_id": 128004,
+}
+_ERNIE = {
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "use_bias": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_HUNYUAN = _LLAMA | {"rms_norm_eps": 1e-5, "pad_token_id": 0, "attention_bias": False}
 _GEMMA_2: dict[str, Any] = {
     "activation_key": "hidden_activation",
     "activation": "gelu_pytorch_tanh",
@@ -91,7 +116,9 @@ DENSE: dict[str, Family] = {
                defaults=_PHI3),
         Family(model_type="olmo2", defaults=_OLMO2, post_norm="post_feedforward_layernorm", pre_norms=()),
         Family(model_type="granite", defaults=_GRANITE, bias_key="mlp_bias"),
-        Family(model_type="smollm3"),
+        Family(model_type="smollm3", defaults=_SMOLLM3, bias_key="mlp_bias"),
+        Family(model_type="ernie4_5", defaults=_ERNIE, bias_key="use_bias"),
+        Family(model_type="hunyuan_v1_dense", defaults=_HUNYUAN),
         _plain("gpt2", "mlp.c_fc", "mlp.c_proj", layers="h", pre_norms=("ln_1", "ln_2"), transposed=True, hidden_key="n_embd", width_key="n_inner",
                layers_key="n_layer", activation_key="activation_function", activation="gelu_new"),
         _plain("opt", "fc1", "fc2", mlp="", pre_norms=(), width_key="ffn_dim", activation_key="activation_function",

@@ -15,7 +15,9 @@ from typing import Any
 from surgery.checkpoint import Checkpoint, LazyTensor, concatenate
 from surgery.errors import SurgeryError
 
-OPERATED = "surgery_"  # before the model_type of a checkpoint whose blocks are code of ours: a "surgery_llama" is a llama
+OPERATED = (
+    "surgery_"  # before the model_type of a checkpoint whose blocks are code of ours: a "surgery_llama" is a llama
+)
 
 
 def same_as(key: str) -> Callable[[Mapping[str, Any]], Any]:

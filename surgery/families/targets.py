@@ -1,22 +1,80 @@
-"""Native mixture-of-experts architectures that can hold a dense model exactly, and which source goes into which.
+"""Native mixture-of-experts architectures that can hold a dense model exactly. `TARGETS` says where experts, router and
+shared experts stand on disk and what their config calls them; which source goes into which is in `routes`.
 
-With identical experts a block computes s·MLP(x), s the sum of the selected routing weights: every target here has
-s = 1. `TARGETS` says where experts and router stand on disk, `ROUTES` what else must change between two families.
-Per-expert names are written: transformers 4 reads fused ones as random experts without an exception.
+A block of copies computes s·MLP(x), s the sum of the selected routing weights: every target here has s = 1, or a factor
+in its config. Finer shapes cut each copy in G shards (Krajewski et al. 2024, arXiv 2402.07871): with the router's rows
+equal within a copy (virtual groups, He et al. 2024, arXiv 2410.07524), K a multiple of the shards and whole copies
+selected, the shards of a copy have weights that sum to s/G, so a factor of G restores it.
+
+Shapes: H hidden_size, F intermediate_size; E experts, K of them active; N = E / shards copies.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from surgery.checkpoint import LazyTensor, concatenate, constant
-from surgery.families.family import Mlp
+from surgery.checkpoint import constant
+from surgery.families import layouts
+from surgery.families.layouts import Place, Tensors
+from surgery.families.routes import ROUTES, Config, Route, evaluate, head_dim, unmet
 
-Tensors = dict[str, LazyTensor]
-Config = Mapping[str, Any]
+__all__ = ["ROUTES", "TARGETS", "Route", "Shape", "Shared", "Target", "evaluate", "misfit", "unmet", "whole_copies"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """E experts, K active. A copy of the MLP is cut in `granularity` parts; `shared` of them stand in the shared expert,
+    which every token passes, the others are routed. At granularity 1, one shared expert takes half of the output."""
+
+    experts: int
+    top_k: int
+    granularity: int = 1
+    shared: int = 0
+    width: int = 0  # F
+
+    @property
+    def shards(self) -> int:
+        """Routed experts that make up a copy."""
+        return self.granularity - self.shared if self.granularity > 1 else 1
+
+    @property
+    def copies(self) -> int:
+        return self.experts // self.shards
+
+    @property
+    def active_copies(self) -> int:
+        return self.top_k // self.shards
+
+    @property
+    def expert_width(self) -> int:
+        return self.width // self.granularity
+
+    @property
+    def halved(self) -> bool:
+        return self.granularity == 1 and self.shared > 0
+
+    @property
+    def factor(self) -> float:
+        """What a routed expert's output is multiplied by, its routing weights summing to one."""
+        return 0.5 if self.halved else float(self.shards)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """A target's shared expert. `most`: parts that it can hold; `usual`: how many it takes at granularity 1."""
+
+    place: Place
+    required: bool = True  # without parts of its own it is there all the same, and computes zero
+    gated: bool = False  # its output is multiplied by sigmoid(gate·x): one half at a gate of zero
+    whole: bool = False  # the routing weights scale the experts' *input*: it is the MLP, and the others begin at zero
+    most: int | None = None
+    usual: int = 1
+
+
+_MLP = layouts.usual("mlp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,65 +84,80 @@ class Target:
     model_type: str
     architecture: str
     router: str
-    place: Callable[[Sequence[Mlp]], Tensors]  # the experts' tensors
+    place: Place  # the routed experts' tensors
     config: Mapping[str, Any]
     experts_keys: tuple[str, ...] = ("num_local_experts",)
+    top_k_key: str = "num_experts_per_tok"
     width_key: str = "intermediate_size"
-    dense_layers_key: str | None = None  # the config's list of layers that stay dense
-    share: Callable[[Mlp], tuple[Mlp, Tensors]] | None = None  # what a routed expert keeps, and the shared expert
+    shape: Callable[[Shape], dict[str, Any]] = lambda s: {}  # what else the shape changes in the config
+    shared: Shared | None = None
+    extra: Callable[[int, str], Tensors] = lambda e, dtype: {}  # of E experts and their dtype
+    router_fp32: bool = False  # the class computes it in fp32 whatever its dtype, so it is kept in that
+    groups: bool = False  # it chooses whole groups of experts: a copy is never torn
+    # Which layers can stay dense: the config entries for those that do not, of how many; None where it cannot.
+    dense_layers: Callable[[Sequence[int], int], dict[str, Any] | None] | None = None
+    dense: Place = _MLP  # of a layer that does
+    dense_rule: str = "has experts in every layer: it cannot keep some layers dense"
+    note: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Route:
-    """A source family into a target. `requires`: config values without which the target is not the same function."""
-
-    source: str
-    target: str
-    requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    rewrite: Callable[[Tensors, Config], Tensors] | None = None  # tensors outside the MLPs
+# --- layers that stay dense -----------------------------------------------------------------------------------------
 
 
-def _per_expert(gate: str, up: str, down: str) -> Callable[[Sequence[Mlp]], Tensors]:
-    """One tensor per expert and matrix; paths with an {e}."""
-
-    def place(experts: Sequence[Mlp]) -> Tensors:
-        out: Tensors = {}
-        for e, mlp in enumerate(experts):
-            assert mlp.gate is not None
-            for path, tensor in ((gate, mlp.gate), (up, mlp.up), (down, mlp.down)):
-                out[f"{path.format(e=e)}.weight"] = tensor
-        return out
-
-    return place
+def _any_layer(chosen: Sequence[int], count: int) -> dict[str, Any]:
+    return {"mlp_only_layers": [i for i in range(count) if i not in chosen]}
 
 
-def _granite(experts: Sequence[Mlp]) -> Tensors:
-    """input_linear [E, 2F, H] (gate's rows, then up's) and output_linear [E, H, F]: still copied by the kernel."""
-    gate_up = concatenate([t for mlp in experts for t in (mlp.gate, mlp.up) if t is not None])
-    down = concatenate([mlp.down for mlp in experts])
-    (f, h), e = experts[0].up.shape, len(experts)
-    return {"block_sparse_moe.input_linear.weight": gate_up.reshape(e, 2 * f, h),
-            "block_sparse_moe.output_linear.weight": down.reshape(e, h, f)}  # fmt: skip
+def _first_layers(chosen: Sequence[int], count: int) -> dict[str, Any] | None:
+    return {"first_k_dense_replace": chosen[0]} if list(chosen) == list(range(chosen[0], count)) else None
 
 
-def _gated_shared(mlp: Mlp) -> tuple[Mlp, Tensors]:
-    """Qwen2-MoE's shared expert behind a sigmoid gate: a zero gate lets one half through, so the routed experts give
-    the other half: sigmoid(0)·MLP + Σw·(MLP/2) = MLP. Halving is exact in binary floating point."""
-    assert mlp.gate is not None
-    half = mlp.down.map("times 0.5", lambda t: t * 0.5)
-    shared = {"gate_proj": mlp.gate, "up_proj": mlp.up, "down_proj": mlp.down}
-    out = {f"mlp.shared_expert.{name}.weight": tensor for name, tensor in shared.items()}
-    out["mlp.shared_expert_gate.weight"] = constant(0.0, (1, mlp.up.shape[1]), mlp.up.dtype)
-    return dataclasses.replace(mlp, down=half), out
+def _outer_layers(chosen: Sequence[int], count: int) -> dict[str, Any] | None:
+    if list(chosen) != list(range(chosen[0], chosen[-1] + 1)):
+        return None
+    return {"moe_layer_start_index": chosen[0], "moe_layer_end_index": chosen[-1], "moe_layer_interval": 1}
 
 
-def _head_dim(config: Config) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+def _named_layers(chosen: Sequence[int], count: int) -> dict[str, Any]:
+    return {"moe_layers": list(chosen)}
 
 
-_QWEN_EXPERTS = _per_expert("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj", "mlp.experts.{e}.down_proj")
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def _grouped(s: Shape) -> dict[str, Any]:
+    """DeepSeek-V3's router: groups are copies. A group's score is the sum of its two best, so it has two at least."""
+    groups, chosen = (s.copies, s.active_copies) if s.shards > 1 else (1, 1)
+    return {"n_group": groups, "topk_group": chosen, "routed_scaling_factor": s.factor,
+            "n_shared_experts": max(1, s.shared)}  # fmt: skip
+
+
+def _zero_gate(experts: Sequence[Any]) -> Tensors:
+    """Qwen2-MoE's shared expert and its gate."""
+    shared, mlp = layouts.usual("mlp.shared_expert")(experts), experts[0]
+    return shared | {"mlp.shared_expert_gate.weight": constant(0.0, (1, mlp.up.shape[1]), mlp.up.dtype)}
+
+
+def _correction(path: str, *groups: int) -> Callable[[int, str], Tensors]:
+    """The bias that only selects; training balances the load with it."""
+    return lambda e, dtype: {f"{path}.e_score_correction_bias": constant(0.0, (*groups, e), "F32")}
+
+
+_QWEN_EXPERTS = layouts.usual("mlp.experts.{e}")
 _AUXILIARY = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+_DEEPSEEK: dict[str, Any] = {  # DeepSeek-V3's block of experts, in architectures with usual attention
+    "router": "mlp.gate.weight",
+    "place": _QWEN_EXPERTS,
+    "experts_keys": ("n_routed_experts",),
+    "width_key": "moe_intermediate_size",
+    "shape": _grouped,
+    "shared": Shared(place=layouts.usual("mlp.shared_experts")),
+    "extra": _correction("mlp.gate"),
+    "router_fp32": True,
+    "groups": True,
+    "dense_layers": _first_layers,
+    "dense_rule": "can keep only the first layers dense",
+}
 
 TARGETS: dict[str, Target] = {
     t.model_type: t
@@ -93,22 +166,22 @@ TARGETS: dict[str, Target] = {
             model_type="mixtral",
             architecture="MixtralForCausalLM",
             router="block_sparse_moe.gate.weight",
-            place=_per_expert("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3",
-                              "block_sparse_moe.experts.{e}.w2"),
+            place=layouts.per_expert("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3",
+                                     "block_sparse_moe.experts.{e}.w2"),
             # yarn and longrope want a number here, where Mixtral's default is None
-            config=_AUXILIARY | {"router_jitter_noise": 0.0, "head_dim": _head_dim},
+            config=_AUXILIARY | {"router_jitter_noise": 0.0, "head_dim": head_dim},
         ),
         Target(
             model_type="qwen2_moe",
             architecture="Qwen2MoeForCausalLM",
             router="mlp.gate.weight",
             place=_QWEN_EXPERTS,
-            config=_AUXILIARY | {"norm_topk_prob": True, "decoder_sparse_step": 1, "qkv_bias": True,
-                                 "shared_expert_intermediate_size": lambda c: c["intermediate_size"]},
+            config=_AUXILIARY | {"norm_topk_prob": True, "decoder_sparse_step": 1, "qkv_bias": True},
             experts_keys=("num_experts",),
             width_key="moe_intermediate_size",
-            dense_layers_key="mlp_only_layers",
-            share=_gated_shared,
+            shape=lambda s: {"shared_expert_intermediate_size": max(1, s.shared) * s.expert_width},
+            shared=Shared(place=_zero_gate, gated=True),
+            dense_layers=_any_layer,
         ),
         Target(
             model_type="qwen3_moe",
@@ -118,14 +191,23 @@ TARGETS: dict[str, Target] = {
             config=_AUXILIARY | {"norm_topk_prob": True, "decoder_sparse_step": 1},
             experts_keys=("num_experts", "num_local_experts"),
             width_key="moe_intermediate_size",
-            dense_layers_key="mlp_only_layers",
+            dense_layers=_any_layer,
         ),
         Target(
             model_type="granitemoe",
             architecture="GraniteMoeForCausalLM",
             router="block_sparse_moe.router.layer.weight",
-            place=_granite,
-            config=_AUXILIARY | {"head_dim": _head_dim},
+            place=layouts.granite,
+            config=_AUXILIARY | {"head_dim": head_dim},
+        ),
+        Target(
+            model_type="granitemoeshared",
+            architecture="GraniteMoeSharedForCausalLM",
+            router="block_sparse_moe.router.layer.weight",
+            place=layouts.granite,
+            config=_AUXILIARY | {"head_dim": head_dim},
+            shape=lambda s: {"shared_intermediate_size": s.shared * s.expert_width},
+            shared=Shared(place=layouts.granite_shared, required=False),
         ),
         Target(
             model_type="flex_olmo",
@@ -135,81 +217,118 @@ TARGETS: dict[str, Target] = {
             config=_AUXILIARY | {"norm_topk_prob": True},
             experts_keys=("num_experts",),
         ),
+        Target(
+            model_type="glm4_moe",
+            architecture="Glm4MoeForCausalLM",
+            # transformers 5 counts layers for predicting several tokens, which no source has
+            config={"norm_topk_prob": True, "head_dim": head_dim, "num_nextn_predict_layers": 0},
+            **_DEEPSEEK,
+        ),
+        Target(
+            model_type="dots1",
+            architecture="Dots1ForCausalLM",
+            config={"norm_topk_prob": True, "head_dim": head_dim},
+            **_DEEPSEEK,
+        ),
+        Target(
+            model_type="ernie4_5_moe",
+            architecture="Ernie4_5_MoeForCausalLM",
+            router="mlp.gate.weight",
+            place=_QWEN_EXPERTS,
+            config=_AUXILIARY | {"head_dim": head_dim, "moe_norm_min": 1e-12},
+            experts_keys=("moe_num_experts",),
+            top_k_key="moe_k",
+            width_key="moe_intermediate_size",
+            shape=lambda s: {"moe_num_shared_experts": s.shared},
+            shared=Shared(place=layouts.usual("mlp.shared_experts"), required=False, usual=0),
+            extra=_correction("mlp.moe_statics", 1),
+            router_fp32=True,
+            dense_layers=_outer_layers,
+            dense_rule="can keep only the first and the last layers dense",
+        ),
+        Target(
+            model_type="hunyuan_v1_moe",
+            architecture="HunYuanMoEV1ForCausalLM",
+            router="mlp.gate.wg.weight",
+            place=_QWEN_EXPERTS,
+            config={"head_dim": head_dim},
+            experts_keys=("num_experts",),
+            top_k_key="moe_topk",
+            shared=Shared(place=layouts.usual("mlp.shared_mlp"), most=1),
+        ),
+        Target(
+            model_type="llama4_text",
+            architecture="Llama4ForCausalLM",
+            router="feed_forward.router.weight",
+            place=layouts.llama4,
+            config=_AUXILIARY | {"head_dim": head_dim, "router_jitter_noise": 0.0, "interleave_moe_layer_step": 1,
+                                 "intermediate_size_mlp": lambda c: c["intermediate_size"]},
+            shared=Shared(place=layouts.usual("feed_forward.shared_expert"), whole=True),
+            dense_layers=_named_layers,
+            dense=layouts.usual("feed_forward"),
+            note="the shared expert is the MLP, and the routed experts start with down_proj at zero: Llama 4 scales what "
+                 "its experts read, so their outputs cannot be summed to the MLP's",
+        ),
+        Target(
+            model_type="gpt_oss",
+            architecture="GptOssForCausalLM",
+            router="mlp.router.weight",
+            place=layouts.gpt_oss,
+            config=_AUXILIARY | {"head_dim": head_dim, "swiglu_alpha": 1.0, "swiglu_limit": 60000.0},
+            extra=lambda e, dtype: {"mlp.router.bias": constant(0.0, (e,), dtype)},
+            note="swiglu_alpha and swiglu_limit make GPT-OSS's activation SiLU in transformers 5: 4.57 and other runtimes "
+                 "ignore both, and compute another function",
+        ),
     )
 }  # fmt: skip
 
-
-# --- what changes outside the MLPs ---------------------------------------------------------------------------------
-
-
-def _split_qkv(tensors: Tensors, config: Config) -> Tensors:
-    """Phi-3's qkv_proj holds the rows of q, then k, then v."""
-    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
-    size = config.get("head_dim") or config["hidden_size"] // heads
-    out: Tensors = {}
-    for name, t in tensors.items():
-        if ".qkv_proj." not in name:
-            out[name] = t
-            continue
-        row = 0
-        for part, count in (("q_proj", heads), ("k_proj", kv), ("v_proj", kv)):
-            out[name.replace("qkv_proj", part)] = t.rows(row, row + count * size)
-            row += count * size
-    return out
+# Architectures that are asked for and hold no dense model exactly, with the reason.
+UNABLE = {
+    "deepseek_v3": "normalises its compressed keys and values, which no source does; glm4_moe has the same experts and "
+    "router",
+    "deepseek_v2": "does not renormalise its routing weights",
+    "phimoe": "has routing weights that never sum to one (sparsemixer)",
+    "olmoe": "normalises queries and keys whole, which no source with norms before its blocks does",
+    "minimax": "takes its residual after the norm, which no source does",
+}
 
 
-def _fold_gemma(tensors: Tensors, config: Config) -> Tensors:
-    """Gemma scales by 1 + w in its norms and its embeddings by √H. Folded in, both are kept in fp32: rounding them to
-    bf16 would change the function. The head keeps the plain embedding, so it is no longer tied."""
-    embed, scale = "model.embed_tokens.weight", float(config["hidden_size"]) ** 0.5
-    out = {
-        name: t.map("1 + w", lambda w: 1.0 + w, "F32") if name.endswith("norm.weight") else t
-        for name, t in tensors.items()
-    }
-    out.setdefault("lm_head.weight", tensors[embed])
-    out[embed] = tensors[embed].map(f"times {scale!r}", lambda t: t * scale, "F32")
-    return out
+def resolve(target: Target, shape: Shape, shared: int | None) -> Shape:
+    """The shape with as many shared parts as asked for, or as the target usually has."""
+    if shared is None:
+        usual = target.shared.usual if target.shared else 0
+        shared = usual if shape.granularity == 1 else 0
+    return dataclasses.replace(shape, shared=shared)
 
 
-def _gemma_activation(config: Config) -> str:
-    """Gemma's first files say "gelu", and its class takes the approximation by tanh that they mean."""
-    return "gelu_pytorch_tanh" if config["hidden_act"] == "gelu" else str(config["hidden_act"])
+def misfit(target: Target, s: Shape, chosen: Sequence[int], count: int) -> str:
+    """Why a target cannot have this shape in the layers `chosen` of `count`, "" where it can."""
+    shared = target.shared
+    if len(chosen) < count and (target.dense_layers is None or target.dense_layers(chosen, count) is None):
+        return target.dense_rule
+    if s.shared and shared is None:
+        return "has no shared expert"
+    if shared and shared.whole and (s.granularity > 1 or s.shared != 1):
+        return "has one shared expert, which is the MLP, and cannot cut it"
+    if shared and shared.most and s.shared > shared.most:
+        return f"has {shared.most} shared expert, as wide as the others"
+    if target.groups and s.shards == 1 and s.experts < 2:
+        return "chooses among two experts at least"
+    return ""
 
 
-_NO_MLP_BIAS = {"mlp_bias": (False,)}
-_NO_BIAS = _NO_MLP_BIAS | {"attention_bias": (False,)}
-_USUAL_HEADS = {"head_dim": (None, lambda c: c["hidden_size"] // c["num_attention_heads"])}
-_NO_WINDOW = {"use_sliding_window": (False,)}
-_WHOLE_ROTARY = {"partial_rotary_factor": (1.0, None)}
-_UNSCALED = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0}
-
-# The first route of a source whose requirements hold is what `--target auto` takes.
-ROUTES: tuple[Route, ...] = (
-    Route(source="llama", target="mixtral", requires=_NO_BIAS, config={"sliding_window": None}),
-    Route(source="llama", target="granitemoe", requires=_NO_MLP_BIAS | _USUAL_HEADS,
-          config=_UNSCALED | {"attention_multiplier": lambda c: _head_dim(c) ** -0.5}),
-    Route(source="mistral", target="mixtral"),
-    Route(source="qwen2", target="qwen2_moe", requires=_NO_WINDOW),
-    Route(source="qwen3", target="qwen3_moe", requires=_NO_WINDOW),
-    Route(source="phi3", target="mixtral", requires=_WHOLE_ROTARY, rewrite=_split_qkv),
-    Route(source="granite", target="granitemoe", requires=_NO_MLP_BIAS | _USUAL_HEADS),
-    Route(source="olmo2", target="flex_olmo"),
-    Route(source="gemma", target="mixtral", requires={"attention_bias": (False,), "use_bidirectional_attention": (None, False)},
-          config={"tie_word_embeddings": False, "sliding_window": None, "hidden_act": _gemma_activation},
-          rewrite=_fold_gemma),
-)  # fmt: skip
+def whole_copies(target: Target, s: Shape) -> bool:
+    """Whether a token always gets whole copies. Where experts are chosen one by one, two copies whose router logits are
+    equal can each give a part; in bf16 that happens to about one token in a thousand in each layer, in fp32 hardly ever."""
+    return s.shards == 1 or s.top_k == s.experts or target.groups
 
 
-def unmet(route: Route, config: Config) -> list[str]:
-    """The requirements of a route that a config does not meet, as "key is value"."""
-    missing = []
-    for key, allowed in route.requires.items():
-        values = [a(config) if callable(a) else a for a in allowed]
-        if (value := config.get(key, values[0])) not in values:
-            missing.append(f"{key} is {value!r}")
-    return missing
-
-
-def evaluate(entries: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Config entries, with the functions among them applied to the source config."""
-    return {key: value(config) if callable(value) else value for key, value in entries.items()}
+def config_of(target: Target, route: Route, source: Config, s: Shape, chosen: Sequence[int],
+              count: int) -> dict[str, Any]:  # fmt: skip
+    """config.json of the result, from the source's with its class's defaults written out."""
+    out = {k: v for k, v in source.items() if k != "auto_map"}
+    out |= evaluate(target.config, source) | evaluate(route.config, source)
+    out |= {"architectures": [target.architecture], "model_type": target.model_type, target.top_k_key: s.top_k}
+    out |= dict.fromkeys(target.experts_keys, s.experts) | target.shape(s)
+    out[target.width_key] = s.expert_width
+    return out | (target.dense_layers(chosen, count) or {} if target.dense_layers else {})

@@ -50,8 +50,10 @@ def notes(a: Analysis) -> Iterator[str]:
     if not a.sample.text:
         yield "the tokens are random: rates and sparsities of real text are others"
     if a.mlps and a.mean(exact_zeros) < 0.01:
-        yield (f"{a.activation} gives no zeros: skipping products changes the output, and what CETT allows must be checked by "
+        yield (f"{a.activation} gives {'hardly any' if a.mean(exact_zeros) else 'no'} zeros: skipping products changes the output, and what CETT allows must be checked by "
                "perplexity; `surgery relufy` makes zeros, and needs training after it")  # fmt: skip
+    if a.savings and any(router.product is None for router in a.routers):
+        yield "routed experts cannot be looked into here: what would be saved counts them whole"
     for layer in a.layers:
         if layer.mlp and layer.mlp.linearity.exact:
             yield f"layer {layer.index}: on this sample the MLP is {layer.mlp.linearity.exact}"
@@ -90,7 +92,18 @@ def _mlp_row(m: Mlp) -> list[str]:
 
 
 def _by_router(a: Analysis) -> Table:
-    table = _table("layer", "experts", "top k", "busiest", "unused", "balance", "entropy", "zero", "active")
+    table = _table(
+        "layer",
+        "experts",
+        "top k",
+        "busiest",
+        "unused",
+        "balance",
+        "entropy",
+        "zero",
+        "active",
+        *(f"CETT {c}" for c in CETT),
+    )
     for layer in a.layers:
         if layer.router:
             table.add_row(str(layer.index), *_router_row(layer.router))
@@ -101,7 +114,7 @@ def _router_row(r: Router) -> list[str]:
     return [
         str(r.experts), str(r.top_k), f"{r.busiest:.2f}×", str(int((r.load == 0).sum())), f"{r.balance:.3f}",
         "" if r.entropy is None else f"{r.entropy:.3f}", f"{r.product.zero:.1%}" if r.product else "",
-        f"{r.gate.positive:.1%}" if r.gate else "",
+        f"{r.gate.positive:.1%}" if r.gate else "", *(f"{r.at(c).sparsity:.1%}" if r.truncations else "" for c in CETT),
     ]  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import LAYERS, load, sample_ids, save_model
+import transformers
+from models import COMMON, LAYERS, load, sample_ids, save_config, save_model
 from safetensors.torch import load_file
 
 from surgery import demo
@@ -91,7 +92,7 @@ def test_relu_makes_exact_zeros_and_silu_none() -> None:
     """On the embedded model, whose weights are trained: every gate that is not positive is a zero."""
     source = open_checkpoint(demo.MODEL)
     sample = text_ids(source, tokens=256, sequence_length=64)
-    silu, relu = analyze(source, sample), analyze(relufy(source), sample)
+    silu, relu = analyze(source, sample), analyze(relufy(source, repair="none"), sample)
     assert [m.product.zeros for m in silu.mlps] == [0] * 7 and [m.gate_zero for m in silu.mlps] == [0] * 7
     for m in relu.mlps:
         assert 0.3 < m.product.zero < 0.9 and m.product.zero == pytest.approx(1 - m.rate.mean().item(), abs=1e-4)
@@ -103,7 +104,7 @@ def test_relu_makes_exact_zeros_and_silu_none() -> None:
 
 def test_savings_are_the_kernels_share_of_the_mlps_bytes(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
-    checkpoint = relufy(open_checkpoint(tmp_path))
+    checkpoint = relufy(open_checkpoint(tmp_path), repair="none")
     found = analyze(checkpoint, SAMPLE)
     first, mlps = found.savings[0], weigh(checkpoint, checkpoint.config).nbytes("mlp")
     assert (first.rule, first.kernel) == (
@@ -112,6 +113,95 @@ def test_savings_are_the_kernels_share_of_the_mlps_bytes(tmp_path: Path) -> None
     ) and first.before.nbytes == mlps == LAYERS * 3 * 32 * 48 * 4
     assert first.after.nbytes == pytest.approx(mlps * (1 + 2 * (1 - first.sparsity)) / 3)
     assert first.after.flops == pytest.approx(first.after.nbytes / 2)  # fp32: 4 bytes and 2 FLOPs a weight
+
+
+def mixture(folder: Path, name: str = "mixtral", **changes: Any) -> Analysis:
+    """Of 4 experts, 2 for a token, with ReLU."""
+    sizes = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "hidden_act": "relu", **changes}
+    save_config(transformers.AutoConfig.for_model(name, **COMMON, **sizes), folder)
+    return analyze(open_checkpoint(folder), SAMPLE)
+
+
+def expert_products(folder: Path) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """By layer and expert of a mixtral: the products [n, F] of the tokens that were sent to it, and down [F, H]."""
+    model, tensors, inputs = load(folder)[0], open_checkpoint(folder).tensors, []
+    for name, module in model.named_modules():
+        if name.endswith((".mlp.gate", ".block_sparse_moe.gate")):
+            module.register_forward_hook(
+                lambda m, i, o: inputs.append(i[0].reshape(*IDS.shape, -1)[:, 1:].flatten(0, 1))
+            )
+    with torch.no_grad():
+        model(IDS)
+    found: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+    for layer, x in enumerate(inputs):
+        start = f"model.layers.{layer}.block_sparse_moe"
+        chosen = (x @ tensors[f"{start}.gate.weight"].read().T).softmax(-1).topk(2).indices
+        found.append([])
+        for e in range(4):
+            w1, w2, w3 = (tensors[f"{start}.experts.{e}.w{i}.weight"].read() for i in (1, 2, 3))
+            kept = x[(chosen == e).any(-1)]
+            found[-1].append(((kept @ w1.T).relu() * (kept @ w3.T), w2.T))
+    return found
+
+
+def test_cett_of_the_experts_is_that_of_their_own_outputs(tmp_path: Path) -> None:
+    """Against a direct computation from the tensors on disk; all tokens are in the reservoir."""
+    found = mixture(tmp_path)
+    for layer, experts in zip(found.layers, expert_products(tmp_path), strict=True):
+        assert layer.router and layer.router.product
+        products = torch.cat([h.flatten() for h, _ in experts])
+        assert (layer.router.product.zeros, layer.router.product.total) == (int((products == 0).sum()), len(products))
+        for t in layer.router.truncations:
+            left_out = [h * (h.abs() * down.norm(dim=1) < t.threshold) for h, down in experts]
+            errors = [
+                (tail @ w).norm(dim=1) / (h @ w).norm(dim=1) for tail, (h, w) in zip(left_out, experts, strict=True)
+            ]
+            assert t.cett == pytest.approx(torch.cat(errors).mean().item(), rel=1e-4)
+            kept = sum(int((h.abs() * down.norm(dim=1) >= t.threshold).sum()) for h, down in experts)
+            assert t.sparsity == pytest.approx(1 - kept / len(products), abs=1e-4)
+
+
+def test_savings_of_a_mixture_are_those_of_its_experts(tmp_path: Path) -> None:
+    """A token reads 2 of 4 experts, and of those what their own zeros leave."""
+    found = mixture(tmp_path)
+    zeros, routed = [r.product.zero for r in found.routers if r.product], 2 * 3 * 32 * 48 * 4
+    exact, *tails = found.savings
+    assert len(zeros) == LAYERS and all(0.3 < z < 0.7 for z in zeros)
+    assert exact.before.nbytes == LAYERS * routed and exact.sparsity == pytest.approx(sum(zeros) / LAYERS)
+    assert exact.after.nbytes == pytest.approx(sum((1 + 2 * (1 - z)) / 3 * routed for z in zeros))
+    for s, cett in zip(tails, (0.1, 0.1, 0.2, 0.2), strict=True):
+        at = [r.at(cett).sparsity for r in found.routers]
+        share = {"down only": lambda a: (3 - a) / 3, "foreseen": lambda a: 1 - a}[s.kernel]
+        assert s.after.nbytes == pytest.approx(sum(share(a) * routed for a in at))
+    assert found.as_dict(H100)["totals"]["routed_experts"]["exact_zero"] == exact.sparsity
+
+
+def test_savings_weigh_a_shared_expert_beside_the_routed_ones(tmp_path: Path) -> None:
+    """Each by its own sparsity; the sparsity named is over the neurons that a token passes: 40, and 2 of 4 × 24."""
+    found = mixture(tmp_path, "qwen2_moe", moe_intermediate_size=24, shared_expert_intermediate_size=40)
+    pairs = [
+        (i.mlp.product.zero, i.router.product.zero) for i in found.layers if i.mlp and i.router and i.router.product
+    ]
+    assert len(pairs) == LAYERS and all(a != b for a, b in pairs)
+    exact, weights = found.savings[0], [3 * 32 * width * 4 for width in (40, 48)]
+    left = sum(w * (3 - 2 * z) / 3 for pair in pairs for w, z in zip(weights, pair, strict=True))
+    assert exact.before.nbytes == LAYERS * sum(weights) and exact.after.nbytes == pytest.approx(left)
+    assert exact.sparsity == pytest.approx(sum(40 * a + 48 * b for a, b in pairs) / (LAYERS * 88))
+
+
+def test_experts_that_cannot_be_looked_into_stay_whole_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surgery.calibration.observe._expert", lambda experts, family: None)
+    found = mixture(tmp_path / "routed")
+    assert found.savings == [] and not any("cannot be looked into" in note for note in report.notes(found))
+    shared = mixture(tmp_path / "shared", "qwen2_moe", moe_intermediate_size=24, shared_expert_intermediate_size=40)
+    exact, own = shared.savings[0], 3 * 32 * 40 * 4
+    left = sum(3 * 32 * 48 * 4 + own * (3 - 2 * m.product.zero) / 3 for m in shared.mlps)
+    assert exact.after.nbytes == pytest.approx(left)
+    assert "routed experts cannot be looked into here: what would be saved counts them whole" in list(
+        report.notes(shared)
+    )
 
 
 def test_saved_files_hold_the_figures(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import transformers
 from click.testing import CliRunner
 
 from surgery.analysis.devices import DEVICES, decode, parse_device
@@ -93,6 +94,9 @@ def test_a_tied_table_counts_once_and_is_the_head(weights_of):
     assert qwen.flops("head") == 2 * 151_936 * 896
 
 
+@pytest.mark.skipif(
+    "nemotron_h" not in transformers.CONFIG_MAPPING, reason="transformers 5 has NemotronH, 4.57 does not"
+)
 def test_hybrid_layers_are_grouped_by_what_they_hold(weights_of):
     w = weights_of("nemotron-h-8b")
     assert w.parameters() / B == pytest.approx(8.1, abs=0.01)
@@ -194,23 +198,28 @@ def test_devices():
 # --- names as they are on disk -------------------------------------------------------------------------------------
 
 
-def on_disk(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Mixtral's shapes by the names that its checkpoint has: three matrices per expert."""
-    shapes = dict(shapes_of(config_of(name)))
+def mixtral(*, fused: bool) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Mixtral's shapes: three matrices per expert, as its checkpoint has them, or as transformers 5 fuses them."""
+    shapes = {
+        n: s for n, s in shapes_of(config_of("mixtral-8x7b-v0.1")).items() if ".mlp." not in n and ".block_" not in n
+    }
     for layer in range(32):
-        old, new = f"model.layers.{layer}.mlp", f"model.layers.{layer}.block_sparse_moe"
-        shapes[f"{new}.gate.weight"] = shapes.pop(f"{old}.gate.weight")
-        del shapes[f"{old}.experts.gate_up_proj"], shapes[f"{old}.experts.down_proj"]
-        for expert in range(8):
-            shapes[f"{new}.experts.{expert}.w1.weight"] = ((14336, 4096), "BF16")
-            shapes[f"{new}.experts.{expert}.w2.weight"] = ((4096, 14336), "BF16")
-            shapes[f"{new}.experts.{expert}.w3.weight"] = ((14336, 4096), "BF16")
+        block = f"model.layers.{layer}.{'mlp' if fused else 'block_sparse_moe'}"
+        shapes[f"{block}.gate.weight"] = ((8, 4096), "BF16")
+        if fused:
+            shapes[f"{block}.experts.gate_up_proj"] = ((8, 2 * 14336, 4096), "BF16")
+            shapes[f"{block}.experts.down_proj"] = ((8, 4096, 14336), "BF16")
+        for expert in range(0 if fused else 8):
+            shapes[f"{block}.experts.{expert}.w1.weight"] = ((14336, 4096), "BF16")
+            shapes[f"{block}.experts.{expert}.w2.weight"] = ((4096, 14336), "BF16")
+            shapes[f"{block}.experts.{expert}.w3.weight"] = ((14336, 4096), "BF16")
     return shapes
 
 
 def test_one_tensor_per_expert_weighs_as_fused_ones(weights_of):
-    split, fused = weigh(on_disk("mixtral-8x7b-v0.1"), config_of("mixtral-8x7b-v0.1")), weights_of("mixtral-8x7b-v0.1")
-    assert split.as_dict() == fused.as_dict()
+    """And both as the class of the transformers in use, which has one of the two."""
+    split, fused = (weigh(mixtral(fused=fused), config_of("mixtral-8x7b-v0.1")) for fused in (False, True))
+    assert split.as_dict() == fused.as_dict() == weights_of("mixtral-8x7b-v0.1").as_dict()
     assert split.layers[0].widths == {"routed_experts": 14336}
 
 
@@ -292,8 +301,6 @@ def test_a_folder_with_only_a_config_and_a_plot(tmp_path):
 
 def test_a_checkpoint_is_weighed_from_its_headers(tmp_path):
     """The same figures from the files that transformers writes as from the config.json it writes beside them."""
-    import transformers
-
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))

@@ -20,6 +20,7 @@ from surgery.calibration.collectors import (
     CoActivation,
     Collapse,
     Collector,
+    ExpertReservoir,
     Histogram,
     Inputs,
     Reservoir,
@@ -114,6 +115,32 @@ def test_histogram_of_every_fourth_token() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_of_the_products_are_counted_in_every_token(dtype: torch.dtype) -> None:
+    """The other products in every fourth: fractions are those of its nonzero ones, and the zeros' share is exact."""
+    seen = batch()
+    seen.taps = {"product": seen.taps["product"].to(dtype)}
+    d = counted(lambda: Histogram("product", 4), seen).result()  # type: ignore[attr-defined]
+    x, some = seen.taps["product"][seen.mask], torch.cat([seen.taps["product"][i, a:b:4] for i, a, b in seen.runs])
+    assert (d.zeros, d.total) == (int((x == 0).sum()), x.numel()) and 0.45 < d.zero < 0.55
+    assert d.counts.sum() == (some != 0).sum() < (x != 0).sum()
+    share = lambda event: event.sum().item() / (some != 0).sum().item() * (1 - d.zero)  # noqa: E731
+    assert d.positive == pytest.approx(share(some > 0))
+    assert d.below(0.25) == pytest.approx(d.zero + share((some != 0) & (some.abs() < 0.25)))
+    assert d.shares.sum().item() == pytest.approx(1 - d.zero)
+    t = d.threshold(0.8)
+    assert share((some != 0) & (some.abs() < t)) + d.zero >= 0.8 - 1e-9
+    assert share((some != 0) & (some.abs() < t / (1 + 1 / 64))) + d.zero < 0.8
+    assert d.quantile(0.5) == 0 and d.quantile(0.01) < 0 < d.quantile(0.99)
+
+
+def test_what_is_below_the_upper_half_of_a_float_is_no_zero() -> None:
+    seen = batch()
+    seen.taps = {"gate": torch.tensor([[0.0, -0.0, 1e-42, -1e-42, 1.0]])}
+    d = counted(lambda: Histogram("gate"), seen).result()  # type: ignore[attr-defined]
+    assert (d.zeros, d.total, int(d.counts.sum())) == (2, 5, 3)
+
+
 def test_edges_are_log_spaced() -> None:
     e = edges()
     assert len(e) == BINS + 1 and e[0] == 2.0**-40 and e[-1] == 2.0**24 and e[64] == 2.0**-39
@@ -193,3 +220,25 @@ def test_reservoir_keeps_the_sampled_tokens() -> None:
     rows = counted(Reservoir, seen).result()  # type: ignore[attr-defined]
     assert seen.sampled.any() and not (seen.sampled & ~seen.mask).any()
     assert all(torch.equal(rows[tap], seen.taps[tap][seen.sampled]) for tap in rows)
+
+
+def test_expert_reservoir_keeps_the_rows_of_the_sampled_tokens() -> None:
+    """Rows come by expert, and in each by token; half a batch first, so that merging must not change the order."""
+    draw, k, experts = torch.Generator().manual_seed(0), 2, 4
+
+    def routed(seen: Seen) -> Seen:
+        x = seen.taps["input"][seen.mask]
+        seen.selected = torch.stack([torch.randperm(experts, generator=draw)[:k] for _ in x])
+        rows = [(e, t) for e in range(experts) for t in range(len(x)) if e in seen.selected[t]]
+        seen.expert = torch.tensor([e for e, _ in rows])
+        seen.taps = {"product": torch.stack([x[t] * (e + 1) for e, t in rows])}
+        return seen
+
+    seen = batch()
+    index, x = seen.index[seen.sampled], seen.taps["input"][seen.sampled]
+    parts = [routed(part(seen, rows)) for rows in (slice(3, 6), slice(0, 3))]
+    rows = counted(ExpertReservoir, *parts).result()  # type: ignore[attr-defined]
+    sent = {int(i): s for p in parts for i, s in zip(p.index[p.mask], p.selected, strict=True)}  # type: ignore[arg-type]
+    expected = [(e, x[j] * (e + 1)) for e in range(experts) for j, i in enumerate(index.tolist()) if e in sent[i]]
+    assert rows["expert"].tolist() == [e for e, _ in expected]
+    assert torch.equal(rows["product"], torch.stack([row for _, row in expected]))

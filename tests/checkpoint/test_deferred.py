@@ -15,7 +15,9 @@ from surgery.demo import MODEL
 NAME = "model.norm.weight"
 
 
-def doubled(ran: list[str], *, fail: bool = False, identity: str = "double") -> Callable[[], tuple[Checkpoint, Checkpoint]]:
+def doubled(
+    ran: list[str], *, fail: bool = False, identity: str = "double"
+) -> Callable[[], tuple[Checkpoint, Checkpoint]]:
     """The demo model with its last norm doubled by work that notes when it runs."""
     source = open_checkpoint(MODEL)
 

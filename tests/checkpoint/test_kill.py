@@ -20,7 +20,17 @@ from surgery.checkpoint import open_checkpoint
 from surgery.errors import SurgeryError
 
 UPCYCLE = ("upcycle", "../m", "--out", "out", "--max-shard-size", "5MB", "--no-verify")  # computes routers: torch
-RELUFY = ("relufy", "../m", "--out", "out", "--max-shard-size", "2MB", "--no-verify")  # extents alone: no torch
+RELUFY = (
+    "relufy",
+    "../m",
+    "--repair",
+    "none",
+    "--out",
+    "out",
+    "--max-shard-size",
+    "2MB",
+    "--no-verify",
+)  # extents alone: no torch
 # What appears before the kill, up to how many seconds it comes after.
 MOMENTS = (
     ("surgery.partial.json", 0.0), (".model-00001-*.partial", 0.003), ("model-00003-*", 0.01), (".model-00006-*.partial", 0.005),

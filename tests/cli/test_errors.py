@@ -122,7 +122,7 @@ def test_layers_that_must_stay_together(call: Call, model: Path) -> None:
 def test_the_output_below_a_file(call: Call, model: Path) -> None:
     """An error of the system, with its path."""
     out = model / "config.json" / "out"
-    ran = call("relufy", model, "--no-verify", "--out", out)
+    ran = call("relufy", "--repair", "none", model, "--no-verify", "--out", out)
     assert_two_lines(ran, str(model))
 
 
@@ -141,7 +141,12 @@ def test_a_bug_is_two_lines_too(call: Call, model: Path, monkeypatch: pytest.Mon
         raise ZeroDivisionError("first\nsecond")
 
     monkeypatch.setattr(run, "convert", broken)
-    assert_two_lines(call("relufy", model), "unexpected ZeroDivisionError: first", "this is a bug", "SURGERY_DEBUG=1")
+    assert_two_lines(
+        call("relufy", "--repair", "none", model),
+        "unexpected ZeroDivisionError: first",
+        "this is a bug",
+        "SURGERY_DEBUG=1",
+    )
 
 
 # --- verify --------------------------------------------------------------------------------------------------------

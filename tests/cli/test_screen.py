@@ -84,16 +84,16 @@ def on_a_terminal(*arguments: object) -> str:
 
 def test_a_terminal_gets_bars(model: Path, tmp_path: Path) -> None:
     """And with --quiet or --json it gets none: the other half of what a pipe must not get."""
-    assert "writing" in on_a_terminal("relufy", model, "--no-verify", "--out", tmp_path / "a")
-    assert on_a_terminal("relufy", model, "--no-verify", "--quiet", "--out", tmp_path / "b") == ""
-    json.loads(on_a_terminal("relufy", model, "--no-verify", "--json", "--out", tmp_path / "c"))
+    assert "writing" in on_a_terminal("relufy", "--repair", "none", model, "--no-verify", "--out", tmp_path / "a")
+    assert on_a_terminal("relufy", "--repair", "none", model, "--no-verify", "--quiet", "--out", tmp_path / "b") == ""
+    json.loads(on_a_terminal("relufy", "--repair", "none", model, "--no-verify", "--json", "--out", tmp_path / "c"))
 
 
 def test_names_are_shown_as_they_are(call: Call, model: Path, tmp_path: Path) -> None:
     """rich takes [brackets] for markup and :colons: for emoji; a folder's name is neither."""
     out = tmp_path / "[bold]x[/bold] :rocket:"
-    assert str(out) in call("relufy", model, "--dry-run", "--out", out).out
-    assert str(out) in call("relufy", model, "--no-verify", "--out", out).out
+    assert str(out) in call("relufy", "--repair", "none", model, "--dry-run", "--out", out).out
+    assert str(out) in call("relufy", "--repair", "none", model, "--no-verify", "--out", out).out
 
 
 def test_without_a_model_it_is_the_one_in_this_folder(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_without_a_model_it_is_the_one_in_this_folder(call: Call, model: Path, m
     before = sorted(model.iterdir())
     assert call("upcycle", "--no-verify").code == 0
     assert (model.parent / "model-mixtral-8x-top2" / "config.json").exists()
-    assert call("relufy", "--no-verify", "--activation", "relu2", "--dtype", "fp32").code == 0
+    assert call("relufy", "--repair", "none", "--no-verify", "--activation", "relu2", "--dtype", "fp32").code == 0
     assert (model.parent / "model-relu2-float32" / "config.json").exists()
     assert call("inspect").code == 0
     assert sorted(model.iterdir()) == before
@@ -110,13 +110,13 @@ def test_without_a_model_it_is_the_one_in_this_folder(call: Call, model: Path, m
 
 def test_a_weight_file_as_model(call: Call, model: Path) -> None:
     """The output is beside the folder, not in it."""
-    assert call("relufy", model / "model.safetensors", "--no-verify").code == 0
+    assert call("relufy", "--repair", "none", model / "model.safetensors", "--no-verify").code == 0
     assert (model.parent / "model-relu" / "model.safetensors").exists()
 
 
 def test_the_second_run_says_so(call: Call, model: Path) -> None:
-    assert "was there already" not in call("relufy", model, "--no-verify").out
-    assert "was there already" in call("relufy", model, "--no-verify").out
+    assert "was there already" not in call("relufy", "--repair", "none", model, "--no-verify").out
+    assert "was there already" in call("relufy", "--repair", "none", model, "--no-verify").out
 
 
 def test_a_closed_pipe_is_no_traceback(model: Path) -> None:

@@ -23,6 +23,7 @@ from surgery.operations.upcycle import upcycle
 SIZES = {"num_attention_heads": 4, "hidden_size": 32}
 WITH_DEFAULTS = [t for t, f in DENSE.items() if f.defaults]
 NOT_IN_4 = {"nemotron_h"}
+NEEDED: dict[str, dict[str, Any]] = {"mistral glm4_moe": {"sliding_window": None}}  # what a route requires
 # What is another class's by nature
 IDENTITY = {"model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path"}
 
@@ -36,7 +37,7 @@ def keys_of(model_type: str) -> list[str]:
 
 def silent_pair(model_type: str, target: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """A config.json that says sizes alone, and that of its upcycled model."""
-    checkpoint = fake(model_type)
+    checkpoint = fake(model_type, **NEEDED.get(f"{model_type} {target}", {}))
     result = upcycle(checkpoint, experts=2, target=target)
     return dict(checkpoint.config), json.loads(make_plan(result).small["config.json"])
 

@@ -35,7 +35,9 @@ def neurons(rule: str = "plain", act: str = "relu") -> tuple[Neurons, Rows]:
     gate, up, down = (torch.randn(s, generator=draw) for s in ((24, 12), (24, 12), (12, 24)))
     z = torch.randn(2000, 12, generator=draw)
     y = (torch.nn.functional.silu(z @ gate.T) * (z @ up.T)) @ down.T
-    made = Neurons(gate=gate, up=up, down=down, rule=rule, act=act, threshold=torch.zeros(1), threshold_up=torch.zeros(1))
+    made = Neurons(
+        gate=gate, up=up, down=down, rule=rule, act=act, threshold=torch.zeros(1), threshold_up=torch.zeros(1)
+    )
     return made, Rows(z=z, y=y, weight=1 / y.square().mean(1))
 
 

@@ -7,6 +7,7 @@ because their names are not the ones it looks for.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import LAYERS, LLAMA3, UPCYCLED, Workshop, fake, greedy, load, logits_of, read_config, save_model
+from models import LAYERS, LLAMA3, ONLY_5, UPCYCLED, Workshop, fake, greedy, load, logits_of, read_config, save_model
 from safetensors.torch import load_file, save_file
 
 from surgery.checkpoint import Checkpoint, make_plan, open_checkpoint, write
@@ -29,11 +30,11 @@ def delta(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def test_every_route_is_tried() -> None:
-    tried = {(case.model.split()[0], case.target) for case in UPCYCLED.values()}
+    tried = {(case.model.split()[0], case.target) for case in (UPCYCLED | ONLY_5).values()}
     assert tried == {(r.source, r.target) for r in ROUTES}
 
 
-@pytest.mark.parametrize("name", UPCYCLED)
+@pytest.mark.parametrize("name", [*UPCYCLED, *ONLY_5])
 def test_the_stock_class_computes_the_same(name: str, workshop: Workshop) -> None:
     c = workshop.convert(name)
     model, info = load(c.output)
@@ -48,14 +49,17 @@ def test_the_stock_class_computes_the_same(name: str, workshop: Workshop) -> Non
 
 def _check_experts(model: Any, options: dict[str, Any]) -> None:
     """As many experts as asked for, in the layers asked for, as many of them active as asked for."""
+    layers = options.get("layers", range(options.get("dense_first", 0), LAYERS))
     experts = [p.shape[0] for n, p in model.named_parameters() if n.endswith("experts.gate_up_proj")]
-    assert experts == [4] * len(options.get("layers", range(LAYERS)))
+    assert experts == [options.get("experts", 4)] * len(layers)
     active = {m.top_k for m in model.modules() if isinstance(getattr(m, "top_k", None), int)}
     assert active == {options.get("top_k", 2)}
 
 
 DEFAULT_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_theta": 1e4, "rope_scaling": None}
-WRONG = {  # one field of config.json wrong, as the target's class would have it by default or by mistake
+HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+# One field of config.json wrong, as the target's class would have it by default or by mistake.
+WRONG: dict[str, dict[str, Any]] = {
     "llama, silent config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": 1e6},
     "llama with llama3 rope": DEFAULT_ROPE,
     "llama with attention biases": {"attention_multiplier": 1.0},
@@ -67,6 +71,17 @@ WRONG = {  # one field of config.json wrong, as the target's class would have it
     # not norm_topk_prob: the norm after the MLP takes any scale out again
     "olmo2": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 5e5},
     "gemma": {"hidden_act": "silu"},
+    "qwen2 into glm4_moe": {"partial_rotary_factor": 0.5, "rope_parameters": HALF_ROTARY},
+    "phi3 with partial rotary": {"partial_rotary_factor": 1.0, "rope_parameters": DEFAULT_ROPE["rope_parameters"]},
+    "qwen3 into glm4_moe": {"norm_topk_prob": False},
+    "qwen3, G=2": {"routed_scaling_factor": 1.0},
+    "qwen3 with windows": {"layer_types": ["full_attention"] * LAYERS},
+    "granite into granitemoeshared": {"attention_multiplier": 1.0},
+    "smollm3": {"no_rope_layers": [1, 1, 1]},
+    "ernie4_5": DEFAULT_ROPE,
+    "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 5e5},
+    "llama with llama3 rope into gpt_oss": {"swiglu_alpha": 1.702},
+    "mistral into gpt_oss": {"layer_types": ["full_attention"] * LAYERS},
 }
 
 
@@ -266,7 +281,10 @@ def test_relufy_and_upcycle_commute(tmp_path: Path) -> None:
     """One pass over the disk for both, whichever comes first, and the same bytes."""
     save_model("llama", tmp_path)
     checkpoint = open_checkpoint(tmp_path)
-    plans = [make_plan(upcycle(relufy(checkpoint), experts=2)), make_plan(relufy(upcycle(checkpoint, experts=2)))]
+    plans = [
+        make_plan(upcycle(relufy(checkpoint, repair="none"), experts=2)),
+        make_plan(relufy(upcycle(checkpoint, experts=2), repair="none")),
+    ]
     assert plans[0].fingerprint == plans[1].fingerprint
     assert json.loads(plans[0].small["config.json"])["hidden_act"] == "relu"
 
@@ -274,6 +292,8 @@ def test_relufy_and_upcycle_commute(tmp_path: Path) -> None:
 def test_the_step_says_what_was_done() -> None:
     step = upcycle(fake("qwen3"), experts=4, top_k=1, layers=[2, 0], seed=7).steps[-1]
     assert (step.exact, step.layers) == (True, (0, 2))
-    assert step.parameters == {"experts": 4, "top_k": 1, "layers": [0, 2], "target": "qwen3_moe", "router_std": 0.02,
-                               "seed": 7}  # fmt: skip
-    assert "never gets a gradient" in step.notes[0]
+    assert step.parameters == {"experts": 4, "top_k": 1, "granularity": 1, "shared": 0, "layers": [0, 2], "target": "qwen3_moe",
+                               "drop": 0.0, "noise": 0.0, "expert_models": [], "attention": "base", "router": "normal",
+                               "router_std": 0.02, "seed": 7}  # fmt: skip
+    assert upcycle(fake("qwen3"), **step.parameters).steps[-1] == dataclasses.replace(step, notes=step.notes[1:])
+    assert "never gets a gradient" in step.notes[1]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from models import sample_ids, save_model
 
-from surgery.analysis.analyze import Analysis, analyze
+from surgery.analysis.analyze import Analysis, analyze, firing_rate
 from surgery.analysis.devices import DEVICES
 from surgery.calibration.collectors import BINS, Distribution
 from surgery.calibration.data import Sample
@@ -26,8 +26,9 @@ from surgery.checkpoint import open_checkpoint
 from surgery.cli import run
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
-from surgery.report import html
-from surgery.report.html import Figure, figures, render, write_report
+from surgery.report import curves, figures, png, svg
+from surgery.report.figures import Figure
+from surgery.report.html import render, write_report
 
 H100 = DEVICES["h100"]
 VOID = {"meta", "link"}
@@ -72,7 +73,7 @@ def analyses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Analysis]:
     source = open_checkpoint(folder)
     sample = Sample(input_ids=sample_ids(), source="test", text=True)
     checkpoints = {
-        "dense": source, "relufied": relufy(source), "mixture": upcycle(source, experts=4, top_k=2)
+        "dense": source, "relufied": relufy(source, repair="none"), "mixture": upcycle(source, experts=4, top_k=2)
     }  # fmt: skip
     found = {kind: analyze(checkpoint, sample) for kind, checkpoint in checkpoints.items()}
     layers = (found["dense"].layers[0], *found["mixture"].layers[1:])
@@ -96,7 +97,7 @@ def drawn(a: Analysis) -> dict[str, Figure]:
         "router_entropy",
         "residual",
     )
-    found = {name: getattr(html, name)(a) for name in makers} | {"savings": html.savings(a, H100)}
+    found = {name: getattr(figures, name)(a) for name in makers} | {"savings": figures.savings(a, H100)}
     return {name: figure for name, figure in found.items() if figure}
 
 
@@ -112,18 +113,18 @@ def test_is_one_well_formed_file(analysis: Analysis) -> None:
     assert not {"script", "img", "iframe", "object"} & {tag for tag, _ in parsed.elements}
     assert [a for _, a in parsed.elements if "href" in a or "src" in a] == [{"rel": "icon", "href": "data:,"}]
     assert analysis.sample.sha256 in parsed.text and "h = 0" in parsed.text
-    assert all(figure.title in parsed.text for figure in figures(analysis, H100))
+    assert all(figure.title in parsed.text for figure in figures.figures(analysis, H100))
 
 
 def test_each_kind_has_its_figures(analyses: dict[str, Analysis]) -> None:
     common = {"sparsity_by_layer", "hot_cold", "heat_map", "histograms", "residual"}
     assert set(drawn(analyses["dense"])) == set(drawn(analyses["relufied"])) == common | {"unions", "savings"}
-    assert set(drawn(analyses["mixture"])) == common | {"router_load", "router_entropy"}
+    assert set(drawn(analyses["mixture"])) == common | {"savings", "router_load", "router_entropy"}
 
 
-def numbers(svg: str) -> Iterator[float]:
+def numbers(markup: str) -> Iterator[float]:
     """Every coordinate."""
-    for value in re.findall(r' (?:d|x|y|cx|cy|r|width|height|viewBox)="([^"]*)"', svg):
+    for value in re.findall(r' (?:d|x|y|cx|cy|r|width|height|viewBox)="([^"]*)"', markup):
         yield from (float(n) for n in re.split(r"[MLHVz ]+", value) if n)
 
 
@@ -131,7 +132,7 @@ def test_coordinates_lie_in_the_plot(analysis: Analysis) -> None:
     for name, figure in drawn(analysis).items():
         found, height = list(numbers(figure.svg)), float(figure.svg.split('"')[1].split()[3])
         assert len(found) > 20 and all(map(math.isfinite, found)), name
-        assert min(found) >= 0 and max(found) <= max(height, html.WIDTH), name
+        assert min(found) >= 0 and max(found) <= max(height, svg.WIDTH), name
 
 
 def test_titles_say_the_numbers_of_a_dense_model(analyses: dict[str, Analysis]) -> None:
@@ -169,28 +170,47 @@ def test_titles_say_what_relu_and_a_router_change(analyses: dict[str, Analysis])
         f"{busiest:.2f} times an even share, in layer {int(loads.max(1).values.argmax())}"
         in mixture["router_load"].title
     )
-    assert mixture["sparsity_by_layer"].title.startswith("No product of an expert is an exact zero")
+    at = [r.at(0.2).sparsity for r in analyses["mixture"].routers]
+    assert mixture["sparsity_by_layer"].title.startswith(
+        f"A CETT of 0.2 leaves out {sum(at) / 3:.0%} of the experts' products: {min(at):.0%} in layer {at.index(min(at))}, "
+    )
 
 
 def test_curves_are_the_data(analyses: dict[str, Analysis]) -> None:
     """The dots of sparsity by layer, read back."""
     a = analyses["relufied"]
     dots = re.findall(r'<circle class="fill (\w+)" cx="[^"]*" cy="([^"]*)"', drawn(a)["sparsity_by_layer"].svg)
-    read = [(html.BOTTOM - float(y)) / (html.BOTTOM - html.TOP) for _, y in dots]
+    read = [(svg.BOTTOM - float(y)) / (svg.BOTTOM - svg.TOP) for _, y in dots]
     expected = [[m.product.zero for m in a.mlps], *([m.at(c).sparsity for m in a.mlps] for c in (0.1, 0.2))]
     assert [tone for tone, _ in dots] == ["zero"] * 3 + ["cett1"] * 3 + ["cett2"] * 3
     assert read == pytest.approx([v for curve in expected for v in curve], abs=1e-3)
+
+
+def test_the_hot_curve_starts_at_nothing_and_ends_at_everything(analyses: dict[str, Analysis]) -> None:
+    """The line of a layer, read back: every point of it, the first among them."""
+    a = analyses["dense"]
+    lines = re.findall(r'class="line depth" d="M([^"]*)"', drawn(a)["hot_cold"].svg)
+    assert len(lines) == len(a.mlps) == 3
+    for path, m in zip(lines, a.mlps, strict=True):
+        read = [tuple(map(float, point.split())) for point in path.split("L")]
+        assert read[0] == (svg.LEFT, svg.BOTTOM) and read[-1] == (svg.RIGHT, svg.TOP)
+        done = [0.0, *(m.active.double().sort(descending=True).values.cumsum(0) / m.active.sum()).tolist()]
+        expected = [done[round(i / 100 * m.width)] for i in range(101)]
+        assert [(svg.BOTTOM - y) / (svg.BOTTOM - svg.TOP) for _, y in read] == pytest.approx(expected, abs=1e-3)
+        assert [(x - svg.LEFT) / (svg.RIGHT - svg.LEFT) for x, _ in read] == pytest.approx(
+            [i / 100 for i in range(101)], abs=1e-3
+        )
 
 
 def test_the_ink_of_the_heat_map_is_the_firing_rate(analyses: dict[str, Analysis]) -> None:
     """Opacity times area over the map."""
     a = analyses["dense"]
     rows = [m.rate.sort(descending=True).values.tolist() for m in a.mlps]
-    svg, ink = html.cells(rows, 0, 100, 0, 10, most=1.0), 0.0
-    for opacity, path in re.findall(r'fill-opacity="([^"]*)" d="([^"]*)"', svg):
+    drawn_map, ink = svg.cells(rows, 0, 100, 0, 10, most=1.0), 0.0
+    for opacity, path in re.findall(r'fill-opacity="([^"]*)" d="([^"]*)"', drawn_map):
         for left, top, right, bottom in re.findall(r"M(\S+) (\S+?)H(\S+?)V(\S+?)H\S+?z", path):
             ink += float(opacity) * (float(right) - float(left)) * (float(bottom) - float(top))
-    assert ink / (100 * 10 * len(rows)) == pytest.approx(a.mean(html.firing_rate), abs=0.5 / html.LEVELS)
+    assert ink / (100 * 10 * len(rows)) == pytest.approx(a.mean(firing_rate), abs=0.5 / svg.LEVELS)
 
 
 def test_a_name_is_no_markup(analyses: dict[str, Analysis], tmp_path: Path) -> None:
@@ -202,7 +222,7 @@ def test_a_name_is_no_markup(analyses: dict[str, Analysis], tmp_path: Path) -> N
     parsed = Page(written[0].read_text(encoding="utf-8"))
     assert not {"script", "img", "b"} & {tag for tag, _ in parsed.elements} and parsed.open == []
     assert name in parsed.text and '"><b onclick=x>' in parsed.text
-    assert "<b>" not in html.text(0, 0, "<b>") + html.dot(0, 0, "", "<b>")
+    assert "<b>" not in svg.text(0, 0, "<b>") + svg.dot(0, 0, "", "<b>")
 
 
 def test_a_page_of_32_layers_stays_small(analyses: dict[str, Analysis]) -> None:
@@ -211,7 +231,8 @@ def test_a_page_of_32_layers_stays_small(analyses: dict[str, Analysis]) -> None:
 
     @cache
     def wide(layer: int) -> Distribution:
-        return Distribution(counts=torch.randint(1000, (2, BINS), generator=draw), zeros=layer)
+        counts = torch.randint(1000, (2, BINS), generator=draw)
+        return Distribution(counts=counts, zeros=layer, total=int(counts.sum()) + layer)
 
     layers = tuple(
         replace(analyses["dense"].layers[0], index=i, mlp=replace(
@@ -228,7 +249,9 @@ def test_a_layer_of_dead_neurons(analyses: dict[str, Analysis], tmp_path: Path) 
     mlp = layer.mlp
     assert mlp
     nothing = replace(
-        mlp, active=torch.zeros_like(mlp.active), product=Distribution(counts=torch.zeros(2, BINS).long(), zeros=9)
+        mlp,
+        active=torch.zeros_like(mlp.active),
+        product=Distribution(counts=torch.zeros(2, BINS).long(), zeros=9, total=9),
     )
     a = replace(analyses["relufied"], layers=(replace(layer, mlp=nothing, residual=float("nan")),))
     found = drawn(a)
@@ -245,22 +268,51 @@ def test_pngs_need_matplotlib_and_the_page_does_not(analyses: dict[str, Analysis
     assert all(
         p.read_bytes()[1:4] == b"PNG" and int.from_bytes(p.read_bytes()[16:20], "big") == 1050 for p in written[1:]
     )
-    monkeypatch.setattr(html, "find_spec", lambda name: None)
+    monkeypatch.setattr(png, "find_spec", lambda name: None)
     assert [p.name for p in write_report(analyses["dense"], H100, tmp_path / "without")] == ["report.html"]
+
+
+def test_pngs_of_an_earlier_report_go(
+    analyses: dict[str, Analysis], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A figure that this analysis has nothing for, and all of them without matplotlib; a user's own files stay."""
+    (tmp_path / "mine.png").write_bytes(b"mine")
+    write_report(analyses["dense"], H100, tmp_path)
+    first = (tmp_path / "hot_cold.png").read_bytes()
+    layer = analyses["relufied"].layers[0]
+    assert layer.mlp
+    dead = replace(layer, mlp=replace(layer.mlp, active=torch.zeros_like(layer.mlp.active)))
+    assert len(first) > 1000 and len(write_report(replace(analyses["relufied"], layers=(dead,)), H100, tmp_path)) == 3
+    assert {p.name for p in tmp_path.glob("*.png")} == {"mine.png", "sparsity_by_layer.png", "savings.png"}
+    monkeypatch.setattr(png, "find_spec", lambda name: None)
+    write_report(analyses["dense"], H100, tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"mine.png", "report.html"}
+
+
+def test_savings_of_a_mixture_lead_with_its_zeros(analyses: dict[str, Analysis]) -> None:
+    """They are its experts': it has no dense MLP."""
+    a = analyses["mixture"]
+    foreseen = next(s for s in a.savings if (s.rule, s.kernel) == ("CETT 0.2", "foreseen"))
+    left = f"{foreseen.after.nbytes / foreseen.before.nbytes:.0%}"
+    assert drawn(a)["savings"].title.startswith("A CETT of 0.2 leaves") and drawn(a)["savings"].title.endswith(left)
+    routers = [replace(r, product=replace(r.product, zeros=r.product.total // 2)) for r in a.routers if r.product]
+    zeros = replace(a, layers=tuple(replace(i, router=r) for i, r in zip(a.layers, routers, strict=True)))
+    assert drawn(zeros)["savings"].title.startswith("Skipping exact zeros leaves a token 67% of the MLP bytes")
+    assert "an expert's own output" in Page(render(a, H100)).text
 
 
 @pytest.mark.parametrize(("value", "words"), [
     (0, "0%"), (0.0004, "< 0.1%"), (0.038, "3.8%"), (0.66, "66%"), (0.996, "99.6%"), (0.9999, "> 99.9%"), (1, "100%"),
 ])  # fmt: skip
 def test_shares(value: float, words: str) -> None:
-    assert html.share(value) == words
+    assert curves.share(value) == words
 
 
 def test_the_command_writes_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                        capfd: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     """Without matplotlib too, and it says so."""
     save_model("llama", tmp_path / "model")
-    monkeypatch.setattr(html, "find_spec", lambda name: None)
+    monkeypatch.setattr(png, "find_spec", lambda name: None)
     arguments = [
         "analyze",
         str(tmp_path / "model"),
