@@ -17,6 +17,7 @@ from surgery.analysis.analyze import analyze
 from surgery.calibration.data import sample_ids
 from surgery.checkpoint import open_checkpoint
 
+LENGTH = 256
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
@@ -26,7 +27,7 @@ def test_figures_are_those_of_the_whole_model() -> None:
         pytest.skip("SURGERY_REAL_MODEL names no folder")
     folder = Path(named)
     checkpoint = open_checkpoint(folder)
-    sample = sample_ids(checkpoint, tokens=512, sequence_length=256)
+    sample = sample_ids(checkpoint, tokens=512, sequence_length=LENGTH)
     layers = analyze(checkpoint, sample).layers
     model, _ = load(folder)
     checked = []
@@ -54,8 +55,9 @@ def compare(m: Any, gate: torch.Tensor, h: torch.Tensor, down: torch.Tensor) -> 
     assert (m.active - (gate > 0).sum(0)).abs().sum() <= 1e-5 * n
     assert m.product.zeros == pytest.approx(int((h == 0).sum()), abs=1e-5 * n)
     torch.testing.assert_close(m.mass, h.abs().double().mean(0) * down.double().norm(dim=0), rtol=1e-3, atol=1e-7)
+    seen = h.view(-1, LENGTH - 1, h.shape[1])[:, ::4]  # by the histogram
     for t in (0.65, 0.9):
-        assert (h.abs() < m.product.threshold(t)).double().mean() == pytest.approx(t, abs=0.02)
+        assert (seen.abs() < m.product.threshold(t)).double().mean() == pytest.approx(t, abs=0.01)
     for t in m.truncations:
         inactive = h.abs() * down.norm(dim=0) < t.threshold
         error = (((h * inactive) @ down.T).norm(dim=1) / (h @ down.T).norm(dim=1)).mean().item()
