@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -57,6 +57,15 @@ class Converting:
     quiet: bool
 
 
+def _with_options(function: F, wrapped: Callable[..., Any], options: Sequence[Callable[[Any], Any]]) -> F:
+    """`wrapped` as the command `function`, with what click knows of it already and `options` before that."""
+    wrapped.__name__, wrapped.__doc__ = function.__name__, function.__doc__
+    wrapped.__click_params__ = list(getattr(function, "__click_params__", []))  # type: ignore[attr-defined]
+    for option in reversed(options):
+        option(wrapped)
+    return wrapped  # type: ignore[return-value]
+
+
 def converting(function: F) -> F:
     """Add MODEL and the shared options; the command receives them as one `Converting`, `shared`."""
 
@@ -64,11 +73,7 @@ def converting(function: F) -> F:
         shared = Converting(**{name: values.pop(name) for name in Converting.__dataclass_fields__})
         return function(shared=shared, **values)
 
-    wrapped.__name__, wrapped.__doc__ = function.__name__, function.__doc__
-    wrapped.__click_params__ = list(getattr(function, "__click_params__", []))  # type: ignore[attr-defined]
-    for option in reversed(_CONVERTING):
-        option(wrapped)
-    return wrapped  # type: ignore[return-value]
+    return _with_options(function, wrapped, _CONVERTING)
 
 
 def calibrated(function: F) -> F:
@@ -83,11 +88,7 @@ def calibrated(function: F) -> F:
             given["memory_budget"] = parse_size(given["memory_budget"])
         return function(calibration=given, **values)
 
-    wrapped.__name__, wrapped.__doc__ = function.__name__, function.__doc__
-    wrapped.__click_params__ = list(getattr(function, "__click_params__", []))  # type: ignore[attr-defined]
-    for option in reversed(_CALIBRATED):
-        option(wrapped)
-    return wrapped  # type: ignore[return-value]
+    return _with_options(function, wrapped, _CALIBRATED)
 
 
 def execute(shared: Converting, operation: Callable[[Checkpoint], Checkpoint], *, hardlink: bool = False) -> int:

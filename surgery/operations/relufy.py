@@ -130,7 +130,7 @@ def relufy(checkpoint: Checkpoint, *, activation: str = "relu", sparsity: float 
     parameters |= {"stage": 2} if stage == 2 else {}
     parameters |= {} if layers is None else {"layers": list(job.layers)}
     parameters |= {"calibration": job.calibration.as_dict()} if work and job.calibration.as_dict() else {}
-    step = Step(operation="relufy", parameters=parameters, exact=False, layers=job.layers, notes=_notes(checkpoint, job, activation), work=work)  # fmt: skip
+    step = Step(operation="relufy", parameters=parameters, exact=False, layers=job.layers, notes=_notes(job, activation), work=work)  # fmt: skip
     tensors = dict(checkpoint.tensors)
     for index in job.layers:
         tensors |= _converted(job, index, work)
@@ -170,7 +170,7 @@ def _check(checkpoint: Checkpoint, activation: str, sparsity: float | None, thre
     if stage == 2 and not family.pre_norms:
         raise SurgeryError(f"{family.model_type} has no norm before attention and the MLP", "leave --stage 2 out")
     chosen = tuple(sorted(set(range(blocks.count) if layers is None else layers)))
-    if not chosen or chosen[-1] >= blocks.count:
+    if not chosen or chosen[0] < 0 or chosen[-1] >= blocks.count:
         raise UsageError(f"layers {list(chosen)} of a model with {blocks.count}", f"layers are 0 to {blocks.count - 1}")
     whole = len(chosen) == blocks.count and stage == 1 and not checkpoint.config.get("surgery_blocks")
     shifts = whole and swap.rule == "shifted" and bool(family.bias_key) and not blocks.mlp(0).biased
@@ -207,15 +207,13 @@ def _check_options(activation: str, sparsity: float | None, threshold: float | N
         )
 
 
-def _notes(checkpoint: Checkpoint, job: _Job, activation: str) -> tuple[str, ...]:
-    family = job.blocks.family
-    before = str(checkpoint.text_config.get(family.activation_key) or family.activation)
+def _notes(job: _Job, activation: str) -> tuple[str, ...]:
     weights = {
         "none": "the weights are the source's own, so quality drops until it is trained",
         "ridge": "down_proj was refitted on calibration text",
         "reconstruct": "gate, up and down were optimised on calibration text",
     }[job.repair]
-    notes = [f"{before} became {activation}; {weights}"]
+    notes = [f"{job.source_act} became {activation}; {weights}"]
     if job.native and not job.shifts:
         notes.append(
             "runtimes that hard-code the activation (llama.cpp, vLLM for llama and qwen) ignore this field or refuse it"

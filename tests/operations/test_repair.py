@@ -215,6 +215,7 @@ def test_an_interrupted_calibration_goes_on(tmp_path: Path, monkeypatch: pytest.
         ({"repair": "magic"}, UsageError, "'magic'"),
         ({"activation": "gelu"}, UsageError, "'gelu'"),
         ({"layers": [7]}, UsageError, "[7]"),
+        ({"layers": [-1, 2]}, UsageError, "[-1, 2]"),
         ({"stage": 3}, UsageError, "stage 3"),
         ({"activation": "fatrelu", "allocation": "fair"}, UsageError, "'fair'"),
         ({"calibration": {"token": 3}}, UsageError, "'token'"),
