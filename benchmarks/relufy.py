@@ -17,12 +17,15 @@ from surgery.checkpoint import Checkpoint, open_checkpoint
 from surgery.operations.relufy import relufy
 
 
-def measure(source: Checkpoint, what: str, tokens: int, sample: quality.Texts) -> dict[str, object]:
+def measure(
+    source: Checkpoint, what: str, calibration: dict[str, object], allocation: str, sample: quality.Texts
+) -> dict[str, object]:
     """The row of one conversion."""
     swap, _, repair = what.partition(":")
     activation, _, sparsity = swap.partition("-")
-    options = {"activation": activation, "repair": repair or "ridge", "calibration": {"tokens": tokens}}
-    output = relufy(source, **options, **({"sparsity": float(sparsity)} if sparsity else {}))
+    options = {"activation": activation, "repair": repair or "ridge", "calibration": calibration}
+    options |= {"sparsity": float(sparsity), "allocation": allocation} if sparsity else {}
+    output = relufy(source, **options)
     wall, cpu = time.time(), time.process_time()
     for step in output.steps:
         if step.work:
@@ -53,13 +56,16 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("what", nargs="+")
     parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--text", help="calibrate on this file or folder instead")
+    parser.add_argument("--allocation", default="uniform")
     parser.add_argument("--evaluate", type=int, default=4096, help="tokens of each text")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     source = open_checkpoint(options.model)
     sample = quality.texts(source, options.evaluate, 512)
     for what in options.what:
-        row = measure(source, what, options.tokens, sample)
+        calibration = {"tokens": options.tokens} | ({"text": options.text} if options.text else {})
+        row = measure(source, what, calibration, options.allocation, sample)
         print(json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
 
 

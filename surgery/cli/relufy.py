@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from surgery.cli.options import Converting, calibrated, converting, execute
 
-ACTIVATIONS = ("relu", "relu2", "shifted", "fatrelu", "drelu", "cats", "teal")
+if TYPE_CHECKING:
+    from surgery.checkpoint import Checkpoint
+
+NAMES = ("relu", "relu2", "shifted", "fatrelu", "drelu", "cats", "teal")
 
 
 @click.command("relufy")
-@click.option("--activation", type=click.Choice(ACTIVATIONS), default="relu", show_default=True, help="See below.")
+@click.option("--activation", type=click.Choice(NAMES), default="relu", show_default=True, help="See below.")
 @click.option("--sparsity", type=float, metavar="FRACTION",
               help="Exact zeros that thresholds are chosen for. [default: 0.8 shifted and fatrelu, 0.65 cats, 0.7 teal]")  # fmt: skip
 @click.option("--threshold", type=float, metavar="T", help="One threshold for every layer, instead of --sparsity.")
+@click.option("--analysis", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+              help="Thresholds for --sparsity from what `surgery analyze --out DIR` saw; no walk where --repair is none.")  # fmt: skip
 @click.option("--per-neuron", is_flag=True, help="A threshold for each neuron, not one for each layer.")
 @click.option("--allocation", type=click.Choice(["uniform", "greedy"]), default="uniform", show_default=True,
               help="greedy: more zeros in layers where they cost least, --sparsity on average.")  # fmt: skip
@@ -30,7 +36,7 @@ ACTIVATIONS = ("relu", "relu2", "shifted", "fatrelu", "drelu", "cats", "teal")
 @calibrated
 @converting
 def relufy_command(shared: Converting, calibration: dict[str, Any], activation: str, sparsity: float | None,
-                   threshold: float | None, per_neuron: bool, allocation: str, stage: str, repair: str, layers: str | None,
+                   threshold: float | None, analysis: Path | None, per_neuron: bool, allocation: str, stage: str, repair: str, layers: str | None,
                    hardlink: bool) -> int:  # fmt: skip
     """Give the MLPs of MODEL an activation that leaves most products at exactly zero, and repair them on calibration text,
     one layer in memory at a time. The verification shows what that costs: perplexity on two domains of text, of the
@@ -53,16 +59,29 @@ def relufy_command(shared: Converting, calibration: dict[str, Any], activation: 
       surgery relufy ./my-model --activation shifted --sparsity 0.9
       surgery relufy ./my-model --text corpus/ --tokens 131072
       surgery relufy ./my-model --repair none --hardlink
+      surgery relufy ./my-model --activation teal --sparsity 0.6 --analysis ./report --repair none
     """
-    from surgery.operations.relufy import relufy
+    from surgery.errors import UsageError
+    from surgery.families import locate
+    from surgery.operations.relufy import ACTIVATIONS, relufy
     from surgery.run import parse_layers
 
-    options: dict[str, Any] = {
-        "activation": activation,
-        "sparsity": sparsity,
-        "threshold": threshold,
-        "stage": int(stage),
-    }
     chosen = parse_layers(layers)
-    return execute(shared, lambda checkpoint: relufy(checkpoint, **options, per_neuron=per_neuron, repair=repair, layers=chosen,
-                                                     calibration=calibration), hardlink=hardlink)  # fmt: skip
+    options: dict[str, Any] = {"activation": activation, "stage": int(stage), "per_neuron": per_neuron, "allocation": allocation,
+                               "repair": repair, "layers": chosen, "calibration": calibration}  # fmt: skip
+
+    def operation(checkpoint: Checkpoint) -> Checkpoint:
+        if analysis is None:
+            return relufy(checkpoint, **options, sparsity=sparsity, threshold=threshold)
+        if threshold is not None or per_neuron or allocation != "uniform":
+            raise UsageError(
+                "--analysis with --threshold, --per-neuron or --allocation",
+                "it gives one threshold to each layer: leave them out",
+            )
+        from surgery.analysis import stored  # torch
+
+        found = stored.thresholds(analysis, checkpoint, activation, sparsity or ACTIVATIONS[activation].sparsity or 0.0,
+                                  sorted(chosen or range(locate(checkpoint).count)))  # fmt: skip
+        return relufy(checkpoint, **options, threshold=found)
+
+    return execute(shared, operation, hardlink=hardlink)

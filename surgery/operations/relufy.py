@@ -66,7 +66,7 @@ class _Job:
     native: bool  # stock transformers can compute it
     shifts: bool  # natively, by a bias of the gate
     sparsity: float | None
-    threshold: float
+    fixed: Mapping[int, float]  # the threshold of each layer, 0 where it is chosen on data
     per_neuron: bool
     allocation: str
     source_act: str
@@ -101,7 +101,7 @@ class _Job:
 
 
 def relufy(checkpoint: Checkpoint, *, activation: str = "relu", sparsity: float | None = None,
-           threshold: float | None = None, per_neuron: bool = False, allocation: str = "uniform", stage: int = 1,
+           threshold: float | Sequence[float] | None = None, per_neuron: bool = False, allocation: str = "uniform", stage: int = 1,
            repair: str = "ridge", layers: Collection[int] | None = None,
            calibration: Calibration | Mapping[str, Any] | None = None) -> Checkpoint:  # fmt: skip
     """The model with another activation in its MLPs.
@@ -109,7 +109,8 @@ def relufy(checkpoint: Checkpoint, *, activation: str = "relu", sparsity: float 
     Args:
         activation: a key of ACTIVATIONS.
         sparsity: the fraction of exact zeros that thresholds are chosen for, on the calibration text, layer by layer.
-        threshold: one threshold for all layers instead (of the gate; "cats": of |act(gate)|; "teal": of |product|).
+        threshold: instead, one for all layers or one for each that is converted, in their order (of the gate; "cats": of
+            |act(gate)|; "teal": of |product|). `analysis.stored` has those of a source that was analysed.
         per_neuron: a threshold for each neuron instead of one for each layer.
         allocation: "uniform": `sparsity` in every layer; "greedy": on average, and more of it where it costs least.
         stage: 2 puts a ReLU after the norms that attention and the MLP read, too.
@@ -124,7 +125,9 @@ def relufy(checkpoint: Checkpoint, *, activation: str = "relu", sparsity: float 
     work = _work(checkpoint, job) if job.needs_data else None
     parameters: dict[str, Any] = {"activation": activation, "repair": repair}
     parameters |= {} if job.sparsity is None else {"sparsity": job.sparsity}
-    parameters |= {} if threshold is None else {"threshold": threshold}
+    parameters |= (
+        {} if threshold is None else {"threshold": threshold if isinstance(threshold, float | int) else list(threshold)}
+    )
     parameters |= {"per_neuron": True} if per_neuron else {}
     parameters |= {"allocation": allocation} if allocation != "uniform" else {}
     parameters |= {"stage": 2} if stage == 2 else {}
@@ -151,7 +154,7 @@ def with_code(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Any, .
 # --- what is asked for ------------------------------------------------------------------------------------------------
 
 
-def _check(checkpoint: Checkpoint, activation: str, sparsity: float | None, threshold: float | None, per_neuron: bool,
+def _check(checkpoint: Checkpoint, activation: str, sparsity: float | None, threshold: float | Sequence[float] | None, per_neuron: bool,
            allocation: str, stage: int, repair: str, layers: Collection[int] | None, calibration: Calibration) -> _Job:  # fmt: skip
     _check_options(activation, sparsity, threshold, per_neuron, allocation, stage, repair)
     require_plain(checkpoint)
@@ -178,7 +181,7 @@ def _check(checkpoint: Checkpoint, activation: str, sparsity: float | None, thre
     if threshold is None and sparsity is None:
         sparsity = swap.sparsity
     job = _Job(blocks=blocks, swap=swap, act=swap.act or before, layers=chosen, native=native, shifts=shifts, sparsity=sparsity,
-               threshold=threshold or 0.0, per_neuron=per_neuron, allocation=allocation, source_act=before, repair=repair, calibration=calibration,
+               fixed=_fixed(threshold, chosen), per_neuron=per_neuron, allocation=allocation, source_act=before, repair=repair, calibration=calibration,
                norms=family.pre_norms if stage == 2 else ())  # fmt: skip
     if not native or job.needs_data:
         entry = job.entry  # raises where no block can take the MLP's place
@@ -187,7 +190,17 @@ def _check(checkpoint: Checkpoint, activation: str, sparsity: float | None, thre
     return job
 
 
-def _check_options(activation: str, sparsity: float | None, threshold: float | None, per_neuron: bool,
+def _fixed(threshold: float | Sequence[float] | None, layers: Sequence[int]) -> dict[int, float]:
+    if threshold is None or isinstance(threshold, float | int):
+        return dict.fromkeys(layers, float(threshold or 0))
+    if len(threshold) != len(layers):
+        raise UsageError(
+            f"{len(threshold)} thresholds for {len(layers)} layers", "give one, or one for each layer converted"
+        )
+    return dict(zip(layers, map(float, threshold), strict=True))
+
+
+def _check_options(activation: str, sparsity: float | None, threshold: float | Sequence[float] | None, per_neuron: bool,
                    allocation: str, stage: int, repair: str) -> None:  # fmt: skip
     if activation not in ACTIVATIONS:
         raise UsageError(f"unknown activation {activation!r}", f"one of: {', '.join(ACTIVATIONS)}")
@@ -246,7 +259,7 @@ def _converted(job: _Job, index: int, work: Work | None) -> dict[str, LazyTensor
     mlp = dataclasses.replace(mlp, **fitted)
     hidden, width = mlp.down.shape
     if job.shifts:
-        mlp = dataclasses.replace(mlp, gate_bias=made("gate_bias", mlp.up.dtype, (width,), -job.threshold),
+        mlp = dataclasses.replace(mlp, gate_bias=made("gate_bias", mlp.up.dtype, (width,), -job.fixed[index]),
                                   up_bias=made("up_bias", mlp.up.dtype, (width,), 0) if "up" in job.fitted else constant(0.0, (width,), mlp.up.dtype),
                                   down_bias=made("correction", mlp.up.dtype, (hidden,), 0) if job.biased else constant(0.0, (hidden,), mlp.up.dtype))  # fmt: skip
     out = blocks.restored(index, mlp) if fitted or job.shifts else {}
@@ -254,7 +267,7 @@ def _converted(job: _Job, index: int, work: Work | None) -> dict[str, LazyTensor
         for path, shape in modeling.sparse_tensors(job.entry, hidden, width).items():
             name = path.rpartition(".")[2]
             dtype = mlp.down.dtype if name == "correction" else "F32"
-            out[blocks.layer(index) + path] = made(name, dtype, shape, job.threshold)
+            out[blocks.layer(index) + path] = made(name, dtype, shape, job.fixed[index])
     return out
 
 
@@ -325,7 +338,9 @@ def _fit(layer: Layer, job: _Job, sample: Sample, source: Sequence[Tensor], work
     if sparsity is not None:
         neurons = repair.thresholded(neurons, rows, sparsity, job.per_neuron)
     elif job.thresholds:
-        neurons = dataclasses.replace(neurons, **{n: neurons.up.new_full((1,), job.threshold) for n in job.thresholds})
+        neurons = dataclasses.replace(
+            neurons, **{n: neurons.up.new_full((1,), job.fixed[index]) for n in job.thresholds}
+        )
     if job.shifts:
         neurons = repair.rounded(neurons, mlp.up.dtype)
     before = repair.error(neurons, rows, rows.fitted)
@@ -371,7 +386,7 @@ def _install(layer: Layer, job: _Job, walk: Walk, work: Work) -> None:
     block = SparseMLP(getattr(layer.module, family.mlp), entry)
     for name in job.thresholds:
         source = f"{index}.{name}" if work.promised(f"{index}.{name}") else f"{index}.gate_bias"
-        value = work.get(source).float() if work.promised(source) else torch.tensor([job.threshold])
+        value = work.get(source).float() if work.promised(source) else torch.tensor([job.fixed[index]])
         setattr(block, name, (-value if source.endswith("bias") else value).to(layer.device))
     if block.correction is not None:
         block.correction = torch.nn.Parameter(
