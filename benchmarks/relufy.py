@@ -57,6 +57,9 @@ def main() -> None:
     parser.add_argument("what", nargs="+")
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--text", help="calibrate on this file or folder instead")
+    parser.add_argument(
+        "--generated", type=float, default=0.0, help="the part of the tokens that the model writes itself"
+    )
     parser.add_argument("--allocation", default="uniform")
     parser.add_argument("--evaluate", type=int, default=4096, help="tokens of each text")
     parser.add_argument("--json", action="store_true")
@@ -64,7 +67,9 @@ def main() -> None:
     source = open_checkpoint(options.model)
     sample = quality.texts(source, options.evaluate, 512)
     for what in options.what:
-        calibration = {"tokens": options.tokens} | ({"text": options.text} if options.text else {})
+        calibration = {"tokens": options.tokens, "generated": options.generated} | (
+            {"text": options.text} if options.text else {}
+        )
         row = measure(source, what, calibration, options.allocation, sample)
         print(json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
 

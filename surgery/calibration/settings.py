@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
     """`tokens` of the built-in mixed text, of `text` (a file or folder) or of `dataset` (a Hub id), in windows of
-    `sequence_length`. `device` and `dtype`: by default the fastest there is. `memory_budget`: bytes of hidden states
+    `sequence_length`; the part `generated` of them the model writes itself (generate.py). `device` and `dtype`: by default the fastest there is. `memory_budget`: bytes of hidden states
     beyond which they lie in temporary files."""
 
     tokens: int = 65_536
     sequence_length: int = 512
     text: str | None = None
     dataset: str | None = None
+    generated: float = 0.0
     device: str | None = None
     dtype: str | None = None
     memory_budget: int | None = None
@@ -37,6 +38,8 @@ class Calibration:
             raise UsageError(f"both a text ({self.text}) and a data set ({self.dataset})", "give one of them")
         if self.tokens < 1 or self.sequence_length < 2:
             raise UsageError(f"{self.tokens} tokens in windows of {self.sequence_length}", "give more")
+        if not 0 <= self.generated <= 1:
+            raise UsageError(f"a generated part of {self.generated}", "give a fraction, like 0.5")
 
     @classmethod
     def of(cls, value: Calibration | Mapping[str, Any] | None) -> Calibration:
@@ -64,8 +67,31 @@ class Calibration:
         from surgery.calibration.data import sample_ids
 
         text = None if self.text is None else Path(self.text)
-        return sample_ids(checkpoint, tokens=self.tokens, sequence_length=self.sequence_length, split="repair",
-                          file=text, dataset=self.dataset)  # fmt: skip
+        written = round(self.generated * max(1, self.tokens // self.sequence_length))
+        sample = sample_ids(checkpoint, tokens=max(1, self.tokens - written * self.sequence_length), split="repair",
+                            sequence_length=self.sequence_length, file=text, dataset=self.dataset)  # fmt: skip
+        return self._extended(sample, checkpoint, written) if written else sample
+
+    def _extended(self, sample: Sample, checkpoint: Checkpoint, written: int) -> Sample:
+        """The sample and `written` sequences by the model itself, evenly mixed: the last rows are held out."""
+        import torch
+
+        from surgery.calibration.generate import generate
+        from surgery.calibration.walk import choose_device, choose_dtype
+
+        device = choose_device(self.device)
+        own = generate(
+            checkpoint,
+            sequences=written,
+            length=self.sequence_length,
+            dtype=choose_dtype(self.dtype, device),
+            device=device,
+        )
+        own = torch.cat([sample.input_ids[:1, : -self.sequence_length].expand(written, -1), own], dim=1)  # BOS, if any
+        text = sample.input_ids if self.generated < 1 else sample.input_ids[:0]
+        places = torch.cat([(torch.arange(len(part)) + 0.5) / max(1, len(part)) for part in (text, own)])
+        return replace(sample, input_ids=torch.cat([text, own])[places.argsort(stable=True)],
+                       source=f"{sample.source}, and {written} of {len(text) + written} sequences by the model itself")  # fmt: skip
 
     def walk(self, checkpoint: Checkpoint, input_ids: Tensor) -> Walk:
         from surgery.calibration.walk import Walk, choose_device, choose_dtype
