@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from surgery import modeling
 from surgery.calibration import stock
 from surgery.calibration.double import arithmetic
+from surgery.calibration.prefetch import Prefetch
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import locate
@@ -73,6 +75,7 @@ class Walk:
                  device: str = "cpu", batch_size: int = 0, memory_budget: int | None = None) -> None:  # fmt: skip
         self.checkpoint, self.device, self.dtype = checkpoint, device, dtype
         self.blocks = locate(checkpoint)
+        self.ahead = Prefetch(device) if device.startswith("cuda") else None
         self.model = stock.meta_model(checkpoint, dtype, device)
         self.layers_name, self.layers = stock.decoder_layers(self.model, self.blocks)
         self.memory_budget = memory_budget
@@ -90,8 +93,10 @@ class Walk:
         """The layers from `start` on; `hidden` is the input of the first."""
         for index in range(start, len(self.layers)):
             module = self.layers[index]
-            self.load(self.blocks.names(index))
-            self._require([n for n, p in module.named_parameters() if p.is_meta], f"layer {index}: ")
+            tables = self._tables(index)
+            self.load([*self.blocks.names(index), *(n for names, _ in tables for n in names)])
+            read = [n for m in (module, *(m for _, m in tables)) for n, p in m.named_parameters() if p.is_meta]
+            self._require(read, f"layer {index}: ")
             self._read_ahead(self.blocks.names(index + 1))
             layer = Layer(index=index, module=module, hidden=self.hidden, arguments=self.arguments[index],
                           device=self.device)  # fmt: skip
@@ -100,14 +105,24 @@ class Walk:
                 if not layer.done:
                     layer.run()
             finally:
-                stock.unload(module)
+                for loaded in (module, *(m for _, m in tables)):
+                    stock.unload(loaded)
+
+    def _tables(self, index: int | None = None) -> list[tuple[list[str], nn.Module]]:
+        """What blocks of a layer (or of any) read and the body owns: names on disk, and the module."""
+        return [([n for n in self.checkpoint.tensors if f".{name}." in f".{n}"], self.model.base_model.get_submodule(name))
+                for name in modeling.shared(self.checkpoint.config, index)]  # fmt: skip
 
     def load(self, names: Sequence[str]) -> None:
         """Load these tensors of the checkpoint into the model."""
-        stock.load(self.model, {n: self.checkpoint.tensors[n] for n in names}, self.device)
+        tensors = {n: self.checkpoint.tensors[n] for n in names}
+        stock.load(self.model, self.ahead.take(tensors) if self.ahead else tensors, self.device)
 
     def _read_ahead(self, names: Sequence[str]) -> None:
-        """Ask the kernel to read the bytes of these tensors while something else is computed."""
+        """Read these tensors, or ask the kernel to read their bytes, while something else is computed."""
+        if self.ahead:
+            self.ahead.start({n: self.checkpoint.tensors[n] for n in names})
+            return
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
         for extent in (e for n in names for e in self.checkpoint.tensors[n].sources()):
@@ -127,6 +142,7 @@ class Walk:
         It shares the model: use one of the two at a time.
         """
         other = copy.copy(self)
+        other.ahead = None if self.ahead is None else Prefetch(self.device)
         other.checkpoint, other.blocks, other.hidden = checkpoint, locate(checkpoint), list(hidden)
         return other
 
@@ -149,6 +165,24 @@ class Walk:
                 row = rows.stop
         finally:
             stock.unload(self.model)
+
+    def loss_gradient(self, input_ids: Tensor) -> Tensor:
+        """After the last layer, of a walk of one batch: d(mean language-model loss of input_ids [b, T]) / d(hidden states)
+        [b, T, H]."""
+        (hidden,) = self.hidden
+        self._load_outer(without=self.model.get_input_embeddings())
+        found, targets = torch.zeros_like(hidden), input_ids[:, 1:].to(self.device)
+        n = max(1, CHUNK_LOGITS // (len(hidden) * self.model.config.get_text_config().vocab_size))
+        try:
+            for start in range(0, targets.shape[1], n):
+                chunk = hidden[:, start : min(start + n, targets.shape[1])].to(self.device).requires_grad_()
+                logits = self._head(chunk)
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, start : start + n].flatten(),
+                                                         reduction="sum")  # fmt: skip
+                (found[:, start : start + chunk.shape[1]],) = torch.autograd.grad(loss / targets.numel(), chunk)
+        finally:
+            stock.unload(self.model)
+        return found.to(self.device)
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Final norm and head of hidden states [b, n, H] that stand at the end of the last layer."""
@@ -193,8 +227,11 @@ class Walk:
         on_disk = [self._on_disk(module, names) for module in ends]
         if all(on_disk):
             left_out = set(on_disk[ends.index(without)])
+        tables = self._tables()
+        skipped = [self.layers, *([without] if left_out else []), *(m for _, m in tables)]
+        left_out.update(n for names, _ in tables for n in names)
         self.load([n for n in names if n not in left_out])
-        self._require(stock.without_weights(self.model, [self.layers, *([without] if left_out else [])]))
+        self._require(stock.without_weights(self.model, skipped))
 
     def _on_disk(self, module: nn.Module, names: Sequence[str]) -> list[str]:
         leaf = stock.module_name(self.model, module).split(".")[-1]

@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class Work:
         self.report: dict[str, Any] = {}
         self._run = run
         self._folder: Path | None = None
+        self._lock = threading.RLock()  # a loader reads with several threads: one prepares, the others wait
         self._promised: dict[str, LazyTensor] = {}
 
     @property
@@ -70,15 +72,20 @@ class Work:
 
     def folder(self) -> Path:
         """Where the values are; the work runs first where nobody has prepared it."""
-        if self._folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="surgery-"))
-            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-            self.prepare(folder)
-        assert self._folder is not None
-        return self._folder
+        with self._lock:
+            if self._folder is None:
+                folder = Path(tempfile.mkdtemp(prefix="surgery-"))
+                weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+                self.prepare(folder)
+            assert self._folder is not None
+            return self._folder
 
     def prepare(self, folder: Path, progress: Progress = lambda n: None) -> None:
         """Make every promised tensor, in `folder`/identity, where what an interrupted run has made is kept."""
+        with self._lock:
+            self._prepare(folder, progress)
+
+    def _prepare(self, folder: Path, progress: Progress) -> None:
         if self._folder is not None:
             progress(self.total)
             return

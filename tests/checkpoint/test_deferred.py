@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,3 +81,17 @@ def test_a_broken_promise_is_a_bug() -> None:
     tensor = promised.promise("never", "F32", (2,))
     with pytest.raises(AssertionError, match="never made never"):
         tensor.read()
+
+
+def test_a_thread_that_reads_waits_for_the_one_that_prepares() -> None:
+    """A loader reads many tensors at once: none may see the folder before its file is there."""
+
+    def run(work: Work, progress: Any) -> None:
+        time.sleep(0.05)
+        for name in "abcd":
+            work.put(name, torch.ones(3))
+
+    work = Work("threads", run, total=1)
+    promised = [work.promise(name, "F32", (3,)) for name in "abcd"]
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(t, torch.ones(3)) for t in pool.map(lambda t: t.read(), promised))
