@@ -2,8 +2,9 @@
 
   python benchmarks/relufy.py MODEL relu:ridge shifted-0.65:reconstruct drelu-0.8:ridge teal-0.7:ridge
   python benchmarks/relufy.py MODEL fatrelu-0.8:ridge --tokens 131072 --json
+  python benchmarks/relufy.py MODEL drelu-0.8:reconstruct:full                    # with a linear bypass
 
-A row for each ACTIVATION[-SPARSITY]:REPAIR, and the same swap without repair beside it. Calibrated on the built-in mixed
+A row for each ACTIVATION[-SPARSITY]:REPAIR[:BYPASS], and the same swap without repair beside it. Calibrated on the built-in mixed
 text (speeches and novels), measured on held-out speeches and on another domain, fp32, windows of 512 tokens.
 """
 
@@ -21,9 +22,10 @@ def measure(
     source: Checkpoint, what: str, calibration: dict[str, object], allocation: str, sample: quality.Texts
 ) -> dict[str, object]:
     """The row of one conversion."""
-    swap, _, repair = what.partition(":")
+    swap, repair, bypass, *_ = [*what.split(":"), "", ""]
     activation, _, sparsity = swap.partition("-")
     options = {"activation": activation, "repair": repair or "ridge", "calibration": calibration}
+    options |= {"bypass": int(bypass) if bypass.isdecimal() else bypass or 0}
     options |= {"sparsity": float(sparsity), "allocation": allocation} if sparsity else {}
     output = relufy(source, **options)
     wall, cpu = time.time(), time.process_time()
@@ -41,6 +43,7 @@ def measure(
     }
     return {
         "what": what,
+        "bypass": output.steps[-1].parameters.get("bypass", 0),
         "zeros": round(found["output"].sparsity, 4),
         **ratios,
         "agreement": round(found["output"].agreement["evaluation"], 3),

@@ -20,7 +20,8 @@ from torch import Tensor
 from surgery.calibration.data import Sample, sample_ids
 from surgery.calibration.observe import tapped
 from surgery.calibration.walk import Walk
-from surgery.checkpoint import Checkpoint
+from surgery.checkpoint import Checkpoint, constant
+from surgery.families import find
 
 TEXTS = {"evaluation": "held-out speeches", "second": "another domain"}
 Progress = Callable[[str, int, int], None]
@@ -125,9 +126,13 @@ def _scores(walk: Walk, ids: Tensor) -> tuple[Tensor, Tensor, int]:
 
 def plain_swap(source: Checkpoint, output: Checkpoint) -> Checkpoint:
     """The output with the source's own weights wherever both have a tensor of that name and shape: what the conversion
-    would be without repair. Corrections, which the source has none of, are left out by being zero."""
-    tensors = {
-        n: source.tensors[n] if n in source.tensors and source.tensors[n].shape == t.shape else t
-        for n, t in output.tensors.items()
-    }
+    would be without repair. Of what the source has nothing like, thresholds stay, and what the repair adds is zero."""
+    added = tuple(f".{name}" for name in ("correction", "bypass_out", f"{find(output.config).down}.bias"))
+    tensors = {}
+    for name, t in output.tensors.items():
+        own = source.tensors.get(name)
+        if own is not None and own.shape == t.shape:
+            tensors[name] = own
+        else:
+            tensors[name] = constant(0.0, t.shape, t.dtype) if name.endswith(added) else t
     return output.replace(tensors=tensors)

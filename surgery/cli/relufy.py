@@ -29,6 +29,8 @@ NAMES = ("relu", "relu2", "shifted", "fatrelu", "drelu", "cats", "teal")
               help="2: a ReLU after the norms that attention and the MLP read, too.")  # fmt: skip
 @click.option("--repair", type=click.Choice(["none", "ridge", "reconstruct"]), default="ridge", show_default=True,
               help="none: the weights stay; ridge: refit down_proj; reconstruct: optimise gate, up and down too.")  # fmt: skip
+@click.option("--bypass", metavar="RANK", default="0",
+              help="A linear map beside the MLP that the repair fits too: its rank, or full. Costs bytes, saves much; with code.")  # fmt: skip
 @click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
 @click.option(
     "--hardlink", is_flag=True, help="With --repair none: link to MODEL's weight files instead of copying them."
@@ -36,7 +38,7 @@ NAMES = ("relu", "relu2", "shifted", "fatrelu", "drelu", "cats", "teal")
 @calibrated
 @converting
 def relufy_command(shared: Converting, calibration: dict[str, Any], activation: str, sparsity: float | None,
-                   threshold: float | None, analysis: Path | None, per_neuron: bool, allocation: str, stage: str, repair: str, layers: str | None,
+                   threshold: float | None, analysis: Path | None, per_neuron: bool, allocation: str, stage: str, repair: str, bypass: str, layers: str | None,
                    hardlink: bool) -> int:  # fmt: skip
     """Give the MLPs of MODEL an activation that leaves most products at exactly zero, and repair them on calibration text,
     one layer in memory at a time. The verification shows what that costs: perplexity on two domains of text, of the
@@ -57,6 +59,7 @@ def relufy_command(shared: Converting, calibration: dict[str, Any], activation: 
     Examples:
       surgery relufy meta-llama/Llama-2-7b-hf
       surgery relufy ./my-model --activation shifted --sparsity 0.9
+      surgery relufy ./my-model --activation fatrelu --bypass full --generated 0.5
       surgery relufy ./my-model --text corpus/ --tokens 131072
       surgery relufy ./my-model --repair none --hardlink
       surgery relufy ./my-model --activation teal --sparsity 0.6 --analysis ./report --repair none
@@ -64,11 +67,11 @@ def relufy_command(shared: Converting, calibration: dict[str, Any], activation: 
     from surgery.errors import UsageError
     from surgery.families import locate
     from surgery.operations.relufy import ACTIVATIONS, relufy
-    from surgery.run import parse_layers
+    from surgery.recipe import parse_layers
 
     chosen = parse_layers(layers)
     options: dict[str, Any] = {"activation": activation, "stage": int(stage), "per_neuron": per_neuron, "allocation": allocation,
-                               "repair": repair, "layers": chosen, "calibration": calibration}  # fmt: skip
+                               "repair": repair, "bypass": parse_rank(bypass), "layers": chosen, "calibration": calibration}  # fmt: skip
 
     def operation(checkpoint: Checkpoint) -> Checkpoint:
         if analysis is None:
@@ -85,3 +88,10 @@ def relufy_command(shared: Converting, calibration: dict[str, Any], activation: 
         return relufy(checkpoint, **options, threshold=found)
 
     return execute(shared, operation, hardlink=hardlink)
+
+
+def parse_rank(text: str) -> int | str:
+    """A rank, or "full"."""
+    if text == "full" or text.isdecimal():
+        return text if text == "full" else int(text)
+    raise click.BadParameter(f"{text!r} is no rank: give a number or full", param_hint="--bypass")

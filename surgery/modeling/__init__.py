@@ -16,7 +16,14 @@ from surgery.errors import SurgeryError
 from surgery.families import OPERATED, Family
 
 SHELL = "modeling_surgery.py"
-KINDS: Mapping[str, tuple[str, str]] = {"sparse": ("sparse_mlp", "SparseMLP")}  # kind -> file, class
+KINDS: Mapping[str, tuple[str, str]] = {  # kind -> file, class
+    "sparse": ("sparse_mlp", "SparseMLP"),
+    "experts": ("experts_mlp", "ExpertsMLP"),
+    "spline": ("spline_mlp", "SplineMLP"),
+    "memory": ("memory_mlp", "with_memory"),
+}
+ROUTERS = ("linear", "mlp", "neurons")
+ROUTING_WEIGHTS = ("renormalised", "one", "scaled")
 SPARSE_RULES = ("plain", "fatrelu", "shifted", "drelu", "cats", "teal")
 AUTO_MAP = {"AutoConfig": "modeling_surgery.SurgeryConfig", "AutoModel": "modeling_surgery.SurgeryModel",
             "AutoModelForCausalLM": "modeling_surgery.SurgeryForCausalLM"}  # fmt: skip
@@ -30,6 +37,12 @@ def base_type(config: Mapping[str, Any]) -> str:
 def kinds(config: Mapping[str, Any]) -> list[str]:
     """The kinds of block in a config, each once."""
     return list(dict.fromkeys(entry["kind"] for entry in config.get("surgery_blocks") or ()))
+
+
+def shared(config: Mapping[str, Any], index: int | None = None) -> list[str]:
+    """The modules that blocks of layer `index` (None: of any) read and the body owns: names in the body."""
+    blocks = config.get("surgery_blocks") or ()
+    return [entry["shared"] for entry in blocks if "shared" in entry and (index is None or index in entry["layers"])]
 
 
 # --- what is written to a checkpoint ----------------------------------------------------------------------------------
@@ -72,9 +85,17 @@ def config_changes(config: Mapping[str, Any], entries: Iterable[Mapping[str, Any
     if config.get("auto_map", AUTO_MAP) != AUTO_MAP:
         raise SurgeryError(f"this {base} brings code of its own, which ours would replace", "give a model without")
     for entry in map(dict, entries):
-        for old in (old for old in blocks if old["kind"] == entry["kind"]):
-            if again := sorted(set(old["layers"]) & set(entry["layers"])):
+        for old in blocks:
+            same, both = old["kind"] == entry["kind"], {old["kind"], entry["kind"]}
+            again = sorted(set(old["layers"]) & set(entry["layers"]))
+            if again and same:
                 raise SurgeryError(f"layer {again[0]} has a {entry['kind']} block already", "leave that layer out")
+            rebuilt = (
+                old["kind"] in ("spline", "memory") and entry["kind"] != "memory"
+            )  # which would lose what they added
+            if again and ("experts" in both or rebuilt):  # built from a stock MLP, and read by nothing that wants one
+                raise SurgeryError(f"layer {again[0]} has a {old['kind']} block, and cannot have one of {entry['kind']} too",
+                                   "leave that layer out, or operate on the model that it was made of")  # fmt: skip
         blocks.append(entry)
     changes = {"model_type": OPERATED + base, "architectures": ["SurgeryForCausalLM"], "auto_map": dict(AUTO_MAP),
                "surgery_blocks": blocks}  # fmt: skip
@@ -130,7 +151,7 @@ def entry(family: Family, kind: str, layers: Iterable[int], **spec: Any) -> dict
 
 
 def sparse(family: Family, layers: Iterable[int], *, rule: str, activation: str, per_neuron: bool = False,
-           inputs: bool = False, correction: bool = False, relu_after: Iterable[str] = ()) -> dict[str, Any]:  # fmt: skip
+           inputs: bool = False, correction: bool = False, bypass: int = 0, relu_after: Iterable[str] = ()) -> dict[str, Any]:  # fmt: skip
     """An entry for the block of sparse_mlp.py, where `rule` and the options are explained; a ReLU follows the norms
     `relu_after` (paths in a decoder layer): stage 2 of ReLU Strikes Back.
 
@@ -141,17 +162,55 @@ def sparse(family: Family, layers: Iterable[int], *, rule: str, activation: str,
     if rule == "drelu" and not family.gated:
         raise SurgeryError(f"{family.model_type} has no gate, and drelu is about gate and up", "choose another rule")
     return entry(family, "sparse", layers, rule=rule, activation=activation, per_neuron=per_neuron, inputs=inputs,
-                 correction=correction, relu_after=list(relu_after))  # fmt: skip
+                 correction=correction, bypass=bypass, relu_after=list(relu_after))  # fmt: skip
 
 
 def sparse_tensors(entry: Mapping[str, Any], hidden: int, width: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of what such a block has beside the weights, by path in a decoder layer. Thresholds are F32, the
-    correction has the dtype of the weights."""
+    """The shapes of what such a block has beside the weights, by path in a decoder layer. Thresholds are F32, correction and
+    bypass have the dtype of the weights."""
+    rank = entry["bypass"]
     neurons = (width,) if entry["per_neuron"] else (1,)
     shapes = {
         "threshold": neurons if entry["rule"] != "plain" else None,
         "threshold_up": neurons if entry["rule"] == "drelu" else None,
         "threshold_inputs": (1,) if entry["inputs"] else None,
         "correction": (hidden,) if entry["correction"] else None,
+        "bypass_in": (rank, hidden) if 0 < rank < hidden else None,
+        "bypass_out": (hidden, rank) if rank else None,
     }
     return {f"{entry['mlp']}.{name}": shape for name, shape in shapes.items() if shape}
+
+
+def experts(family: Family, layers: Iterable[int], *, experts: int, width: int, top_k: int, activation: str = "", shared: int = 0,
+            router: str = "linear", weights: str = "renormalised", group: int = 1, factor: float = 1.0,
+            router_bias: bool = False, router_width: int = 0, router_activation: str = "tanh") -> dict[str, Any]:  # fmt: skip
+    """An entry for the block of experts_mlp.py: `experts` of `width` neurons, `top_k` of them active, after `shared` neurons
+    that always are. `router`, `weights`, `group` and `factor` are explained there; `activation` "" is that of the MLP;
+    `router_width` and `router_activation` are of the router "mlp".
+
+    Raises SurgeryError where no block can take the MLP's place.
+    """
+    if router not in ROUTERS or weights not in ROUTING_WEIGHTS:
+        raise SurgeryError(f"no router {router!r} with weights {weights!r} is known",
+                           f"routers: {', '.join(ROUTERS)}; weights: {', '.join(ROUTING_WEIGHTS)}")  # fmt: skip
+    if not 1 <= top_k <= experts or experts % group or top_k % group or (router == "mlp") != bool(router_width):
+        raise SurgeryError(f"{top_k} of {experts} experts, {group} at a time, behind a router of width {router_width}",
+                           "all at least 1, multiples of those chosen together; a width for the router mlp alone")  # fmt: skip
+    return entry(family, "experts", layers, experts=experts, width=width, shared_neurons=shared, top_k=top_k,
+                 activation=activation, router=router, weights=weights, group=group, factor=factor, router_bias=router_bias,
+                 router_width=router_width, router_activation=router_activation)  # fmt: skip
+
+
+def experts_tensors(entry: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of such a block's router, by path in a decoder layer; F32. The MLP's own tensors keep their names and have
+    shared + experts · width neurons: the shared ones, then those of each expert."""
+    e, kind = entry["experts"], entry["router"]
+    first = entry["router_width"] if kind == "mlp" else e if kind == "neurons" and entry["gate"] else 0
+    shapes = {
+        "weight_in": (first, hidden) if first else None,
+        "bias_in": (first,) if first and entry["router_bias"] else None,
+        "weight": (e, first if kind == "mlp" else hidden),
+        "bias": (e,) if entry["router_bias"] else None,
+        "scale": (e,) if entry["weights"] == "scaled" else None,
+    }
+    return {f"{entry['mlp']}.router.{name}": shape for name, shape in shapes.items() if shape}

@@ -65,8 +65,8 @@ class SurgeryModel(_Operated, _Model):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         for entry in config.surgery_blocks:
-            for index in entry["layers"]:
-                _operate(self.get_submodule(entry["stack"])[index], entry, config)
+            layers = [self.get_submodule(entry["stack"])[index] for index in entry["layers"]]
+            _share(self, entry, [_operate(layer, entry, config) for layer in layers])
         self.post_init()
 
 
@@ -82,10 +82,22 @@ class SurgeryForCausalLM(_Operated, _CausalLM):
         self.post_init()
 
 
-def _operate(layer: nn.Module, entry: dict[str, Any], config: Any) -> None:
-    setattr(layer, entry["mlp"], BLOCKS[entry["kind"]](getattr(layer, entry["mlp"]), entry, config))
+def _operate(layer: nn.Module, entry: dict[str, Any], config: Any) -> nn.Module:
+    """Puts a block in its place, and returns it."""
+    block: nn.Module = BLOCKS[entry["kind"]](getattr(layer, entry["mlp"]), entry, config)
+    setattr(layer, entry["mlp"], block)
     for norm in entry.get("relu_after", ()):
         layer.get_submodule(norm).register_forward_hook(_relu)
+    return block
+
+
+def _share(body: nn.Module, entry: dict[str, Any], blocks: list[nn.Module]) -> None:
+    """What all blocks of an entry read is the body's own, under the name `shared`: in each of them it would be saved as often."""
+    readers: list[Any] = [m for block in blocks for m in block.modules() if hasattr(m, "read_from")]
+    if readers:
+        body.add_module(entry["shared"], readers[0].make_shared())
+    for reader in readers:
+        reader.read_from(body.get_submodule(entry["shared"]))
 
 
 def _rename_as_base() -> None:

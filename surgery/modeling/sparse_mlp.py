@@ -11,7 +11,8 @@ act and a threshold t:
     teal     act(g), and h where |h| >= t, else 0     TEAL, Liu et al. 2024, arXiv 2408.14690
 
 t is one number [1], or one for each neuron [F] (`per_neuron`), kept in fp32 in the checkpoint. With `inputs`, x is cut at a
-threshold of its own, as in TEAL; with `correction` a bias [H] is added to y. The submodules keep the names that they had, so
+threshold of its own, as in TEAL; with `correction` a bias [H] is added to y, with `bypass` r a linear map of x of rank r
+(bypass_out · bypass_in · x, bypass_out · x where r = H). The submodules keep the names that they had, so
 that the weights load as they were.
 
 Shapes: H hidden_size, F intermediate_size, n live neurons.
@@ -78,13 +79,24 @@ class SparseMLP(nn.Module):
         self._threshold("threshold_inputs", 1 if entry.get("inputs") else 0)
         bias = nn.Parameter(torch.zeros(self.hidden, dtype=weight.dtype))
         self.register_parameter("correction", bias if entry.get("correction") else None)
+        rank = entry.get("bypass", 0)
+        for name, size in (("bypass_in", (rank, self.hidden)), ("bypass_out", (self.hidden, rank))):
+            there = rank and (name == "bypass_out" or rank < self.hidden)
+            self.register_parameter(name, nn.Parameter(torch.zeros(size, dtype=weight.dtype)) if there else None)
 
     def _threshold(self, name: str, size: int) -> None:
         self.register_buffer(name, torch.zeros(size, dtype=torch.float32) if size else None)
 
     def init_block_weights(self) -> None:
         """Nothing is cut, nothing corrected. By functions of torch.nn.init, which spare what was loaded."""
-        for t in (self.threshold, self.threshold_up, self.threshold_inputs, self.correction):
+        for t in (
+            self.threshold,
+            self.threshold_up,
+            self.threshold_inputs,
+            self.correction,
+            self.bypass_in,
+            self.bypass_out,
+        ):
             if t is not None:
                 nn.init.zeros_(t)
 
@@ -99,6 +111,8 @@ class SparseMLP(nn.Module):
         y = self._gathered(x) if gathers else self._part("down")(self._product(x))
         if self.correction is not None:
             y = y + self.correction
+        if self.bypass_out is not None:
+            y = y + F.linear(x if self.bypass_in is None else F.linear(x, self.bypass_in), self.bypass_out)
         return self.dropout(y) if hasattr(self, "dropout") else y
 
     def _product(self, x: Tensor) -> Tensor:

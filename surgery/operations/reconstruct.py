@@ -17,21 +17,20 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from surgery.operations.repair import Neurons, Rows, error, quantiles, ridge
+from surgery.operations.repair import Neurons, Rows, error, quantiles, ridge, whitening
 
 STEPS, BATCH, LR = 80, 2048, 3e-2  # the learning rate is of the root mean square of each matrix
 WARM_UP = 10  # steps
 MEMORY = 0.9  # of the thresholds of earlier batches
-WHITE_ROWS, WHITE_DAMPING = 16_384, 1e-2
 
 
 def reconstruct(neurons: Neurons, rows: Rows, *, sparsity: float | None, per_neuron: bool, bias: bool,
-                biases: bool = False, steps: int = STEPS, seed: int = 0) -> Neurons:  # fmt: skip
+                biases: bool = False, rank: int = 0, steps: int = STEPS, seed: int = 0) -> Neurons:  # fmt: skip
     """`neurons` optimised on the rows that may be fitted on, or refitted alone where that is better on the others.
 
-    `bias`: a correction of the output can be kept; `biases`: those of gate and up as well.
+    `bias`: a correction of the output can be kept; `biases`: those of gate and up as well; `rank`: of a bypass.
     """
-    first = ridge(neurons, rows, bias=bias)
+    first = ridge(neurons, rows, bias=bias, rank=rank)
     white, coloured = whitening(rows)
     start = dataclasses.replace(
         first, gate=None if first.gate is None else first.gate @ coloured, up=first.up @ coloured
@@ -43,17 +42,8 @@ def reconstruct(neurons: Neurons, rows: Rows, *, sparsity: float | None, per_neu
     trained = dataclasses.replace(
         trained, gate=gate if neurons.threshold is not None else neurons.gate, up=trained.up @ white
     )
-    last = ridge(trained, rows, bias=bias)
+    last = ridge(trained, rows, bias=bias, rank=rank)
     return min((first, last), key=lambda n: error(n, rows, rows.fitted))
-
-
-def whitening(rows: Rows) -> tuple[Tensor, Tensor]:
-    """C^(-1/2) and C^(1/2) [H, H] of C = E[z zᵀ], damped."""
-    z = rows.z[: rows.fitted : max(1, rows.fitted // WHITE_ROWS)].float()
-    c = z.T @ z / len(z)
-    c.diagonal().add_(WHITE_DAMPING * c.diagonal().mean())
-    values, vectors = torch.linalg.eigh(c)
-    return (vectors * values.rsqrt()) @ vectors.T, (vectors * values.sqrt()) @ vectors.T
 
 
 def _optimise(neurons: Neurons, rows: Rows, white: Tensor, sparsity: float | None, per_neuron: bool, steps: int,
@@ -81,6 +71,8 @@ def _optimise(neurons: Neurons, rows: Rows, white: Tensor, sparsity: float | Non
                 neurons = working = _follow(working, neurons, gate, up, sparsity, per_neuron, step)
             h = working.multiply(gate, up)
             y = (h @ working.down.to(h.dtype).T).float()
+            if working.bypass_out is not None:  # stays as it was fitted
+                y = y + torch.nn.functional.linear(working.bypassed(rows.z[batch].float()), working.bypass_out)
             missed = (
                 (y + (0 if working.correction is None else working.correction) - rows.y[batch].float()).square().mean(1)
             )

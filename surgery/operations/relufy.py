@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from surgery import modeling
 from surgery.calibration.settings import Calibration
-from surgery.checkpoint import Checkpoint, InlineFile, LazyTensor, Step, Work, constant
+from surgery.checkpoint import Checkpoint, LazyTensor, Step, Work, constant
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, Mlp, locate
-from surgery.operations.sound import config_with, require_plain, require_whole
+from surgery.operations.sound import config_with, require_plain, require_whole, with_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +72,7 @@ class _Job:
     source_act: str
     norms: tuple[str, ...]  # followed by a ReLU
     repair: str
+    bypass: int  # its rank
     calibration: Calibration
 
     @property
@@ -97,12 +98,12 @@ class _Job:
     @property
     def entry(self) -> dict[str, Any]:
         return modeling.sparse(self.blocks.family, self.layers, rule=self.swap.rule, activation=self.act,
-                               per_neuron=self.per_neuron, correction=self.biased, relu_after=self.norms)  # fmt: skip
+                               per_neuron=self.per_neuron, correction=self.biased, bypass=self.bypass, relu_after=self.norms)  # fmt: skip
 
 
 def relufy(checkpoint: Checkpoint, *, activation: str = "relu", sparsity: float | None = None,
            threshold: float | Sequence[float] | None = None, per_neuron: bool = False, allocation: str = "uniform", stage: int = 1,
-           repair: str = "ridge", layers: Collection[int] | None = None,
+           repair: str = "ridge", bypass: int | str = 0, layers: Collection[int] | None = None,
            calibration: Calibration | Mapping[str, Any] | None = None) -> Checkpoint:  # fmt: skip
     """The model with another activation in its MLPs.
 
@@ -115,12 +116,14 @@ def relufy(checkpoint: Checkpoint, *, activation: str = "relu", sparsity: float 
         allocation: "uniform": `sparsity` in every layer; "greedy": on average, and more of it where it costs least.
         stage: 2 puts a ReLU after the norms that attention and the MLP read, too.
         repair: "none", "ridge" (refit down_proj in closed form) or "reconstruct" (optimise gate, up and down as well).
+        bypass: the rank of a linear map from the MLP's input to its output that the repair fits as well, or "full". Read for
+            every token, and with code.
         layers: default all.
         calibration: what the thresholds and the repair are fitted on; see `Calibration`.
 
     Raises SurgeryError where the activation is already that, or the family cannot have it.
     """
-    job = _check(checkpoint, activation, sparsity, threshold, per_neuron, allocation, stage, repair, layers,
+    job = _check(checkpoint, activation, sparsity, threshold, per_neuron, allocation, stage, repair, bypass, layers,
                  Calibration.of(calibration))  # fmt: skip
     work = _work(checkpoint, job) if job.needs_data else None
     parameters: dict[str, Any] = {"activation": activation, "repair": repair}
@@ -131,6 +134,7 @@ def relufy(checkpoint: Checkpoint, *, activation: str = "relu", sparsity: float 
     parameters |= {"per_neuron": True} if per_neuron else {}
     parameters |= {"allocation": allocation} if allocation != "uniform" else {}
     parameters |= {"stage": 2} if stage == 2 else {}
+    parameters |= {"bypass": job.bypass} if job.bypass else {}
     parameters |= {} if layers is None else {"layers": list(job.layers)}
     parameters |= {"calibration": job.calibration.as_dict()} if work and job.calibration.as_dict() else {}
     step = Step(operation="relufy", parameters=parameters, exact=False, layers=job.layers, notes=_notes(job, activation), work=work)  # fmt: skip
@@ -139,23 +143,14 @@ def relufy(checkpoint: Checkpoint, *, activation: str = "relu", sparsity: float 
         tensors |= _converted(job, index, work)
     if job.native:
         return checkpoint.replace(step=step, config=_native_config(checkpoint, job), tensors=tensors)
-    config = dict(checkpoint.config) | modeling.config_changes(checkpoint.config, [job.entry])
-    return checkpoint.replace(
-        step=step, config=config, tensors=tensors, custom_code=True, files=with_code(checkpoint, config)
-    )
-
-
-def with_code(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The files of a checkpoint and the code that its config asks for."""
-    code = modeling.files(modeling.base_type(config), modeling.kinds(config))
-    return (*(f for f in checkpoint.files if f.name not in code), *(InlineFile(n, data) for n, data in code.items()))
+    return checkpoint.replace(step=step, tensors=tensors, **with_blocks(checkpoint, [job.entry]))
 
 
 # --- what is asked for ------------------------------------------------------------------------------------------------
 
 
 def _check(checkpoint: Checkpoint, activation: str, sparsity: float | None, threshold: float | Sequence[float] | None, per_neuron: bool,
-           allocation: str, stage: int, repair: str, layers: Collection[int] | None, calibration: Calibration) -> _Job:  # fmt: skip
+           allocation: str, stage: int, repair: str, bypass: int | str, layers: Collection[int] | None, calibration: Calibration) -> _Job:  # fmt: skip
     _check_options(activation, sparsity, threshold, per_neuron, allocation, stage, repair)
     require_plain(checkpoint)
     blocks, swap = locate(checkpoint), ACTIVATIONS[activation]
@@ -175,19 +170,30 @@ def _check(checkpoint: Checkpoint, activation: str, sparsity: float | None, thre
     chosen = tuple(sorted(set(range(blocks.count) if layers is None else layers)))
     if not chosen or chosen[0] < 0 or chosen[-1] >= blocks.count:
         raise UsageError(f"layers {list(chosen)} of a model with {blocks.count}", f"layers are 0 to {blocks.count - 1}")
-    whole = len(chosen) == blocks.count and stage == 1 and not checkpoint.config.get("surgery_blocks")
+    rank = _rank(bypass, blocks, repair)
+    whole = len(chosen) == blocks.count and stage == 1 and not rank and not checkpoint.config.get("surgery_blocks")
     shifts = whole and swap.rule == "shifted" and bool(family.bias_key) and not blocks.mlp(0).biased
     native = whole and ((swap.rule == "plain" and bool(family.activation_key)) or shifts)
     if threshold is None and sparsity is None:
         sparsity = swap.sparsity
     job = _Job(blocks=blocks, swap=swap, act=swap.act or before, layers=chosen, native=native, shifts=shifts, sparsity=sparsity,
-               fixed=_fixed(threshold, chosen), per_neuron=per_neuron, allocation=allocation, source_act=before, repair=repair, calibration=calibration,
+               fixed=_fixed(threshold, chosen), per_neuron=per_neuron, allocation=allocation, source_act=before, repair=repair, bypass=rank, calibration=calibration,
                norms=family.pre_norms if stage == 2 else ())  # fmt: skip
     if not native or job.needs_data:
         entry = job.entry  # raises where no block can take the MLP's place
         if not native:
             modeling.config_changes(checkpoint.config, [entry])  # raises where no code can go along
     return job
+
+
+def _rank(bypass: int | str, blocks: Blocks, repair: str) -> int:
+    hidden = blocks.mlp(0).down.shape[0]
+    rank = hidden if bypass == "full" else int(bypass)
+    if not 0 <= rank <= hidden:
+        raise UsageError(f"a bypass of rank {rank} in a model of hidden size {hidden}", "give a smaller rank, or full")
+    if rank and repair == "none":
+        raise UsageError("a bypass without a repair that fits it", "take --repair ridge or reconstruct")
+    return rank
 
 
 def _fixed(threshold: float | Sequence[float] | None, layers: Sequence[int]) -> dict[int, float]:
@@ -266,7 +272,7 @@ def _converted(job: _Job, index: int, work: Work | None) -> dict[str, LazyTensor
     if not job.native:
         for path, shape in modeling.sparse_tensors(job.entry, hidden, width).items():
             name = path.rpartition(".")[2]
-            dtype = mlp.down.dtype if name == "correction" else "F32"
+            dtype = "F32" if "threshold" in name else mlp.down.dtype
             out[blocks.layer(index) + path] = made(name, dtype, shape, job.fixed[index])
     return out
 
@@ -319,7 +325,7 @@ def _allocate(checkpoint: Checkpoint, job: _Job, sample: Sample) -> dict[str, fl
             neurons = repair.Neurons.of(
                 job.blocks.mlp(layer.index), rule=job.swap.rule, act=job.act, device=layer.device
             )
-            costs[layer.index] = repair.cost(neurons, job.source_act, rows, LEVELS)
+            costs[layer.index] = repair.cost(neurons, job.source_act, rows, LEVELS, job.bypass)
         layer.run()
     found = repair.allocate(costs, LEVELS, job.sparsity or 0.0)
     return {str(i): round(s, 4) for i, s in found.items()}
@@ -346,10 +352,16 @@ def _fit(layer: Layer, job: _Job, sample: Sample, source: Sequence[Tensor], work
     before = repair.error(neurons, rows, rows.fitted)
     fitted = neurons
     if job.repair == "ridge":
-        fitted = repair.ridge(neurons, rows, bias=job.biased)
+        fitted = repair.ridge(neurons, rows, bias=job.biased, rank=job.bypass)
     elif job.repair == "reconstruct":
         fitted = reconstruct(
-            neurons, rows, sparsity=sparsity, per_neuron=job.per_neuron, bias=job.biased, biases=job.shifts
+            neurons,
+            rows,
+            sparsity=sparsity,
+            per_neuron=job.per_neuron,
+            bias=job.biased,
+            biases=job.shifts,
+            rank=job.bypass,
         )
     after = repair.error(fitted, rows, rows.fitted)
     if after > before:  # on rows that were not fitted on: a repair that makes it worse is none
@@ -357,14 +369,20 @@ def _fit(layer: Layer, job: _Job, sample: Sample, source: Sequence[Tensor], work
     work.note(
         str(index), repair.figures(error=before, repaired=after, zeros=repair.sparsity(fitted, rows, rows.fitted))
     )
-    _keep(work, index, fitted)
+    _keep(work, job, index, fitted)
 
 
-def _keep(work: Work, index: int, neurons: Neurons) -> None:
+def _keep(work: Work, job: _Job, index: int, neurons: Neurons) -> None:
     """Put what was promised of a layer."""
     values = {"gate": neurons.gate, "up": neurons.up, "down": neurons.down, "threshold": neurons.threshold,
               "threshold_up": neurons.threshold_up}  # fmt: skip
     values["correction"] = neurons.up.new_zeros(len(neurons.down)) if neurons.correction is None else neurons.correction
+    for name, shape in {
+        "bypass_in": (job.bypass, len(neurons.down)),
+        "bypass_out": (len(neurons.down), job.bypass),
+    }.items():
+        found = getattr(neurons, name)
+        values[name] = neurons.up.new_zeros(shape) if found is None else found
     values["up_bias"] = neurons.up.new_zeros(len(neurons.up)) if neurons.up_bias is None else neurons.up_bias
     if neurons.threshold is not None:
         values["gate_bias"] = (0 if neurons.gate_bias is None else neurons.gate_bias) - neurons.threshold.expand(
@@ -388,10 +406,10 @@ def _install(layer: Layer, job: _Job, walk: Walk, work: Work) -> None:
         source = f"{index}.{name}" if work.promised(f"{index}.{name}") else f"{index}.gate_bias"
         value = work.get(source).float() if work.promised(source) else torch.tensor([job.fixed[index]])
         setattr(block, name, (-value if source.endswith("bias") else value).to(layer.device))
-    if block.correction is not None:
-        block.correction = torch.nn.Parameter(
-            work.get(f"{index}.correction").to(layer.device, walk.dtype), requires_grad=False
-        )
+    for name in ("correction", "bypass_in", "bypass_out"):
+        if getattr(block, name) is not None:
+            value = work.get(f"{index}.{name}").to(layer.device, walk.dtype)
+            setattr(block, name, torch.nn.Parameter(value, requires_grad=False))
     if work.promised(f"{index}.up_bias"):
         bias = work.get(f"{index}.up_bias").to(layer.device, walk.dtype)
         block.get_submodule(entry["up"]).bias = torch.nn.Parameter(bias, requires_grad=False)

@@ -12,7 +12,11 @@ and correcting them in full (α = 1) asks of one MLP what it cannot do.
 
     W' = W + Rᵀ Ω H (Hᵀ Ω H + λ·mean(diag(Hᵀ Ω H))·I)⁻¹
 
-so that λ → ∞ leaves W as it was. A row weighs 1/mean(x²), x the source's stream after the layer, because a norm reads that
+so that λ → ∞ leaves W as it was. With a bypass, the inputs z stand beside H, and a linear map of them is fitted in the same
+solve: much of what an activation with exact zeros takes away is linear in z. Where it is to have a rank, the directions of
+z that the full map uses most are kept (the leading right singular vectors of A E[z zᵀ]^½), and fitted again.
+
+A row weighs 1/mean(x²), x the source's stream after the layer, because a norm reads that
 stream next; where a norm follows the MLP itself (Gemma 2 and 3, OLMo 2), 1/mean(y²).
 
 Shapes: N tokens that count, H hidden_size, F intermediate_size.
@@ -43,6 +47,7 @@ FEEDBACK = 0.5  # α
 HELD_OUT = 0.1  # of the rows: measured on, never fitted on
 CHUNK = 4096  # rows whose products are held at once
 BLOCK = 11_008  # neurons that are solved for together: a Gram matrix of 485 MB in fp32
+WHITE_ROWS, WHITE_DAMPING = 16_384, 1e-2
 SWEEPS = 3  # over the blocks, where there are several
 SAMPLED = 4_000_000  # values that thresholds are chosen on
 NEURONS, COST_ROWS = 768, 4096  # that the cost of a sparsity is estimated on
@@ -86,6 +91,8 @@ class Neurons:
     threshold: Tensor | None = None
     threshold_up: Tensor | None = None
     correction: Tensor | None = None
+    bypass_in: Tensor | None = None
+    bypass_out: Tensor | None = None
 
     @classmethod
     def of(cls, mlp: Mlp, rule: str, act: str, device: str = "cpu") -> Neurons:
@@ -113,9 +120,20 @@ class Neurons:
         """h [n, F] of inputs [n, H]."""
         return self.multiply(*self.open(z))
 
-    def output(self, h: Tensor) -> Tensor:
+    def output(self, h: Tensor, z: Tensor) -> Tensor:
+        """y [n, H] of products [n, F] and inputs [n, H]."""
         y = F.linear(h, self.down, self.down_bias)
+        if self.bypass_out is not None:
+            y = y + F.linear(self.bypassed(z), self.bypass_out)
         return y if self.correction is None else y + self.correction
+
+    def bypassed(self, z: Tensor) -> Tensor:
+        """What of inputs [n, H] the bypass maps to the output: [n, rank]."""
+        return z if self.bypass_in is None else F.linear(z, self.bypass_in)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """y [n, H] of inputs [n, H]."""
+        return self.output(self.product(z), z)
 
 
 def observe(layer: Layer, blocks: Blocks, sample: Sample, source: Sequence[Tensor], feedback: float = FEEDBACK) -> Rows:
@@ -168,7 +186,7 @@ def error(neurons: Neurons, rows: Rows, start: int = 0, stop: int | None = None)
     missed = total = 0.0
     for z, y, weight in rows.parts(start, stop):
         w = 1.0 if weight is None else weight[:, None]
-        missed += (w * (y - neurons.output(neurons.product(z))).square()).sum(dtype=torch.float64).item()
+        missed += (w * (y - neurons(z)).square()).sum(dtype=torch.float64).item()
         total += (w * y.square()).sum(dtype=torch.float64).item()
     return missed / max(total, 1e-300)
 
@@ -219,8 +237,8 @@ def quantile(values: Tensor, fraction: float, per_neuron: bool) -> Tensor:
     return values.kthvalue(max(1, round(fraction * values.numel()))).values[None]
 
 
-def cost(neurons: Neurons, act: str, rows: Rows, levels: Sequence[float]) -> list[float]:
-    """What each sparsity costs the stream of a layer after a ridge refit: the weighted squared error on rows that were
+def cost(neurons: Neurons, act: str, rows: Rows, levels: Sequence[float], rank: int = 0) -> list[float]:
+    """What each sparsity costs the stream of a layer after a ridge refit, with a bypass of this rank: the weighted squared error on rows that were
     not fitted on, of every so manieth neuron (NEURONS of them), taken as if of all. `act`: the source's activation."""
     step = max(1, len(neurons.up) // NEURONS)
     part: dict[str, Any] = {n: None if t is None else t[::step] for n in _BY_NEURON for t in [getattr(neurons, n)]}
@@ -229,9 +247,9 @@ def cost(neurons: Neurons, act: str, rows: Rows, levels: Sequence[float]) -> lis
     source = dataclasses.replace(some, rule="plain", act=act)
     z = rows.z[:: max(1, len(rows.z) // COST_ROWS)].float()
     weight = None if rows.weight is None else rows.weight[:: max(1, len(rows.z) // COST_ROWS)]
-    own = Rows(z=z, y=source.output(source.product(z)), weight=weight)
+    own = Rows(z=z, y=source(z), weight=weight)
     size = (own.y.square().mean(1) * (1 if weight is None else weight)).mean().item() * step
-    fitted = (ridge(thresholded(some, own, level), own, bias=True) for level in levels)
+    fitted = (ridge(thresholded(some, own, level), own, bias=True, rank=rank) for level in levels)
     return [size * error(n, own, own.fitted) for n in fitted]
 
 
@@ -264,16 +282,23 @@ def rounded(neurons: Neurons, dtype: str) -> Neurons:
 # --- repair -----------------------------------------------------------------------------------------------------------
 
 
-def ridge(neurons: Neurons, rows: Rows, *, damping: float = DAMPING, bias: bool = False) -> Neurons:
-    """`neurons` with `down` (and its bias, where the architecture can hold one) refitted on the rows.
+def ridge(neurons: Neurons, rows: Rows, *, damping: float = DAMPING, bias: bool = False, rank: int = 0) -> Neurons:
+    """`neurons` with `down` refitted on the rows, its bias where the architecture can hold one, and a bypass of this rank.
 
     Block after block of neurons, each against what the others leave, where one Gram matrix would be too large.
     """
     width = neurons.down.shape[1]
     blocks = [slice(i, min(i + BLOCK, width)) for i in range(0, width, BLOCK)]
+    hidden = len(neurons.down)
     refitted = dataclasses.replace(neurons, down=neurons.down.clone())
+    if rank < hidden and rank and neurons.bypass_in is None:
+        full = ridge(neurons, rows, damping=damping, bias=bias, rank=hidden)
+        assert full.bypass_out is not None
+        refitted.bypass_in = leading(full.bypass_out, rows, rank)
+    if rank and refitted.bypass_out is None:
+        refitted.bypass_out = refitted.down.new_zeros(hidden, rank)
     if bias and refitted.correction is None:
-        refitted.correction = refitted.down.new_zeros(len(refitted.down))
+        refitted.correction = refitted.down.new_zeros(hidden)
     for _ in range(SWEEPS if len(blocks) > 1 else 1):
         for block in blocks:
             _refit(refitted, rows, block, damping, bias)
@@ -281,37 +306,59 @@ def ridge(neurons: Neurons, rows: Rows, *, damping: float = DAMPING, bias: bool 
 
 
 def _refit(neurons: Neurons, rows: Rows, block: slice, damping: float, bias: bool) -> None:
-    """Solve for the columns `block` of `down` (and the bias) in place."""
+    """Solve for the columns `block` of `down`, the bias and the bypass, in place."""
     columns, hidden = block.stop - block.start, len(neurons.down)
-    gram = neurons.down.new_zeros(columns + bias, columns + bias)
-    cross = neurons.down.new_zeros(hidden, columns + bias)
+    rank = 0 if neurons.bypass_out is None else neurons.bypass_out.shape[1]
+    sizes = (columns + bias, rank)
+    gram = neurons.down.new_zeros(sum(sizes), sum(sizes))
+    cross = neurons.down.new_zeros(hidden, sum(sizes))
     for z, y, weight in rows.parts(0, rows.fitted):
         h = neurons.product(z)
-        missed = y - neurons.output(h)
-        x = torch.cat([h[:, block], h.new_ones(len(h), 1)], dim=1) if bias else h[:, block]
+        missed = y - neurons.output(h, z)
+        extra = ([h.new_ones(len(h), 1)] if bias else []) + ([neurons.bypassed(z)] if rank else [])
+        x = torch.cat([h[:, block], *extra], dim=1)
         weighted = x if weight is None else x * weight[:, None]
         gram.addmm_(weighted.T, x)
         cross.addmm_(missed.T, weighted)
-    step = solve(gram, cross, damping)
+    step = solve(gram, cross, damping, sizes)
     neurons.down[:, block] += step[:, :columns]
     if bias:
         assert neurons.correction is not None
-        neurons.correction = neurons.correction + step[:, -1]
+        neurons.correction = neurons.correction + step[:, columns]
+    if rank:
+        assert neurons.bypass_out is not None
+        neurons.bypass_out = neurons.bypass_out + step[:, -rank:]
 
 
-def solve(gram: Tensor, cross: Tensor, damping: float) -> Tensor:
+def leading(bypass: Tensor, rows: Rows, rank: int) -> Tensor:
+    """[rank, H] directions of the inputs that a full bypass [H, H] uses most, as far as the rows have them."""
+    white, coloured = whitening(rows)
+    directions: Tensor = torch.linalg.svd(bypass @ coloured).Vh[:rank] @ white
+    return directions
+
+
+def whitening(rows: Rows) -> tuple[Tensor, Tensor]:
+    """C^(-1/2) and C^(1/2) [H, H] of C = E[z zᵀ], damped."""
+    z = rows.z[: rows.fitted : max(1, rows.fitted // WHITE_ROWS)].float()
+    c = z.T @ z / len(z)
+    c.diagonal().add_(WHITE_DAMPING * c.diagonal().mean())
+    values, vectors = torch.linalg.eigh(c)
+    return (vectors * values.rsqrt()) @ vectors.T, (vectors * values.sqrt()) @ vectors.T
+
+
+def solve(gram: Tensor, cross: Tensor, damping: float, sizes: Sequence[int] = ()) -> Tensor:
     """cross · (gram + damping·mean(diag(gram))·I)⁻¹ by Cholesky; in fp64 where fp32 is not positive definite.
 
-    `gram` is overwritten. A neuron that never fired has a zero row: damping keeps its column as it was.
+    `sizes` of groups of columns: the mean is over each, whose scales may have nothing to do with each other. A neuron that never fired has a zero row: damping keeps its column as it was.
     """
-    ridge = damping * gram.diagonal().mean().clamp_min(1e-30)
+    groups = gram.diagonal().split(list(sizes) or [len(gram)])
+    ridge = torch.cat([damping * g.mean().clamp_min(1e-30).expand(len(g)) for g in groups if len(g)])
     for dtype in (torch.float32, torch.float64):
-        a = gram.to(dtype)
+        a = gram.to(dtype, copy=True)
         a.diagonal().add_(ridge.to(dtype))
         factor, failed = torch.linalg.cholesky_ex(a)
         if not failed:
             return torch.cholesky_solve(cross.to(dtype).T, factor).T.float()
-        gram.diagonal().sub_(ridge)
     raise AssertionError("a Gram matrix with damping is positive definite")
 
 

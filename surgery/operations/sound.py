@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from surgery.checkpoint import Checkpoint, LazyTensor
+from surgery import modeling
+from surgery.checkpoint import Checkpoint, InlineFile, LazyTensor
 from surgery.checkpoint.tensors import FLOATS
-from surgery.errors import SurgeryError
+from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks
 
 HEADS = ("lm_head.weight", "embed_out.weight")
@@ -36,15 +37,35 @@ def require_whole(blocks: Blocks) -> None:
         raise SurgeryError(f"the checkpoint has no embedding ({', '.join(EMBEDDINGS)})", _INCOMPLETE)
     if blocks.family.is_moe:
         return  # its layers differ by design
-    layers = [blocks.layer(i) for i in range(blocks.count)]
-    parts = {n.removeprefix(start) for i, start in enumerate(layers) for n in blocks.names(i)}
-    for i, start in enumerate(layers):
+    operated = {i for entry in blocks.checkpoint.config.get("surgery_blocks") or () for i in entry["layers"]}  # have their own
+    layers = {i: blocks.layer(i) for i in range(blocks.count) if i not in operated}
+    parts = {n.removeprefix(start) for i, start in layers.items() for n in blocks.names(i)}
+    for i, start in layers.items():
         if absent := sorted(part for part in parts if start + part not in names):
             raise SurgeryError(f"layer {i} has no tensor {start}{absent[0]}, which other layers have", _INCOMPLETE)
         blocks.mlp(i)  # raises where no layer has what an MLP needs
 
 
 _INCOMPLETE = "the checkpoint is incomplete: download it again"
+
+
+def chosen_layers(blocks: Blocks, layers: Collection[int] | None) -> tuple[int, ...]:
+    """The layers to convert, sorted; all where none are named. Raises UsageError for a layer that is not there."""
+    chosen = tuple(sorted(set(range(blocks.count) if layers is None else layers)))
+    if not chosen or chosen[0] < 0 or chosen[-1] >= blocks.count:
+        raise UsageError(f"layers {list(chosen)} of a model with {blocks.count}", f"layers are 0 to {blocks.count - 1}")
+    return chosen
+
+
+def with_blocks(checkpoint: Checkpoint, entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What of a checkpoint changes as these blocks (surgery/modeling) are put in: its config and the code that goes along.
+
+    Raises SurgeryError where no code can go along.
+    """
+    config = dict(checkpoint.config) | modeling.config_changes(checkpoint.config, entries)
+    code = modeling.files(modeling.base_type(config), modeling.kinds(config))
+    files = (*(f for f in checkpoint.files if f.name not in code), *(InlineFile(n, data) for n, data in code.items()))
+    return {"config": config, "files": files, "custom_code": True}
 
 
 def drop_tied_head(checkpoint: Checkpoint, tied: bool) -> tuple[Checkpoint, list[str]]:

@@ -42,8 +42,14 @@ def compare(folder: str, expected: str) -> dict[str, Any]:
 
 
 def load(folder: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    capped = getattr(config, "attn_logit_softcapping", None)  # sdpa leaves the cap out
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, trust_remote_code=True, output_loading_info=True
+        folder,
+        dtype=dtype,
+        trust_remote_code=True,
+        output_loading_info=True,
+        attn_implementation="eager" if capped else None,
     )
     return model.eval(), info
 

@@ -25,6 +25,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "drelu, one threshold": {"activation": "relu2"},
     "cats": {"activation": "silu", "per_neuron": True, "inputs": True},
     "teal": {"activation": "gelu"},
+    "fatrelu, bypass": {"activation": "relu", "bypass": 4},
+    "shifted, full bypass": {"activation": "relu", "bypass": HIDDEN},
 }
 
 

@@ -52,6 +52,28 @@ def test_ridge_is_weighted_least_squares() -> None:
     assert repair.error(fitted, rows, n) < 0.8 * repair.error(mlp, rows, n)
 
 
+def test_a_full_bypass_is_least_squares_of_products_and_inputs() -> None:
+    mlp, rows = neurons()
+    fitted = repair.ridge(mlp, rows, damping=1e-9, bias=True, rank=12)
+    n, root = rows.fitted, rows.weight[: rows.fitted, None].sqrt().double()
+    h = torch.cat([mlp.product(rows.z[:n]), torch.ones(n, 1), rows.z[:n]], dim=1).double()
+    expected = torch.linalg.lstsq(h * root, rows.y[:n].double() * root).solution.T
+    assert (fitted.down - expected[:, :24]).abs().max() < 1e-3
+    assert (fitted.correction - expected[:, 24]).abs().max() < 1e-3
+    assert (fitted.bypass_out - expected[:, 25:]).abs().max() < 1e-3 and fitted.bypass_in is None
+
+
+def test_a_bypass_takes_the_directions_that_matter() -> None:
+    """What is missing is a map of rank 2 of inputs, one direction of which is a hundred times larger than the others."""
+    mlp, rows = neurons()
+    draw = torch.Generator().manual_seed(1)
+    z = rows.z * torch.tensor([100.0] + [1.0] * 11)
+    lost = torch.randn(12, 2, generator=draw) @ torch.randn(2, 12, generator=draw)
+    rows = Rows(z=z, y=mlp(z) + z @ lost.T)
+    errors = [repair.error(repair.ridge(mlp, rows, damping=1e-9, rank=r), rows, rows.fitted) for r in (0, 1, 2)]
+    assert errors[0] > 100 * errors[1] > 10_000 * errors[2]
+
+
 def test_ridge_leaves_alone_what_misses_nothing() -> None:
     mlp, rows = neurons(act="silu")
     assert (repair.ridge(mlp, rows, bias=True).down - mlp.down).abs().max() < 1e-4
@@ -168,6 +190,27 @@ def test_the_demo_model_is_repaired() -> None:
     assert found["output"].sparsity > 0.55 and found["output"].agreement["evaluation"] > 0.87
 
 
+def test_a_bypass_mends_more_and_is_written_as_fitted(tmp_path: Path) -> None:
+    """On a trained model; the swap on its own is shown without what the repair adds."""
+    source = open_checkpoint(MODEL)
+    plain, *bypassed = (
+        relufy(source, activation="fatrelu", bypass=b, calibration={"tokens": 4096, "dtype": "fp32"})
+        for b in (0, 32, "full")
+    )
+    sizes = [{n.rpartition(".")[2] for n in o.tensors if ".bypass" in n} for o in bypassed]
+    assert sizes == [{"bypass_in", "bypass_out"}, {"bypass_out"}]
+    assert bypassed[0].steps[-1].parameters["bypass"] == 32 and bypassed[1].steps[-1].parameters["bypass"] == 192
+    write(make_plan(bypassed[0]), tmp_path / "out", source=source)
+    low, full, swap = measured(open_checkpoint(tmp_path / "out"), bypassed[1], quality.plain_swap(source, bypassed[1]))
+    assert full.perplexity["evaluation"] < swap.perplexity["evaluation"] and abs(low.sparsity - 0.8) < 0.02
+    errors = [
+        o.steps[-1].work.report["0"]["repaired"] for o in (bypassed[1], bypassed[0], plain) if o.steps[-1].work.folder()
+    ]
+    assert errors == sorted(errors)
+    again = measured(quality.plain_swap(source, plain))[0]
+    assert swap.perplexity["evaluation"] == pytest.approx(again.perplexity["evaluation"], rel=0.01)
+
+
 def test_one_layer_and_stage_two(tmp_path: Path) -> None:
     """Only the layer that was named changes; stage 2 also makes what its projections read sparse."""
     source = checkpoint_of("llama", tmp_path / "source")
@@ -212,6 +255,8 @@ def test_an_interrupted_calibration_goes_on(tmp_path: Path, monkeypatch: pytest.
         ({"activation": "relu", "sparsity": 0.8}, UsageError, "no threshold"),
         ({"activation": "fatrelu", "sparsity": 1.2}, UsageError, "1.2"),
         ({"activation": "fatrelu", "sparsity": 0.8, "threshold": 0.1}, UsageError, "both"),
+        ({"bypass": 4000}, UsageError, "4000"),
+        ({"bypass": 4, "repair": "none"}, UsageError, "without a repair"),
         ({"repair": "magic"}, UsageError, "'magic'"),
         ({"activation": "gelu"}, UsageError, "'gelu'"),
         ({"layers": [7]}, UsageError, "[7]"),
