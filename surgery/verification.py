@@ -11,8 +11,9 @@ of their std), so where fp32 exceeds it, fp32 decides nothing: both are walked a
 and rope included, on the sequence where they differed most, and held to the same limit, control and all. There two
 models of the same function differ by about 1e-13 of the std, and by 1e-7 where weights were folded and kept in fp32.
 Any other conversion is shown by what it costs (analysis/quality.py): perplexity, agreement with the source and exact zeros,
-on text of two domains; where it was repaired, of the swap without the repair as well. Both models are walked layer by layer: neither need fit in
-memory.
+on text of two domains; where it was repaired, of the swap without the repair as well. Routers that a conversion made are
+measured (analysis/routing.py), the gradient that they get above all. Both models are walked layer by layer: neither need fit
+in memory.
 """
 
 from __future__ import annotations
@@ -25,16 +26,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.analysis import quality
+from surgery import modeling
+from surgery.analysis import quality, routing
 from surgery.analysis.copies import torn_copies
+from surgery.analysis.sparsity import REMAINING
+from surgery.analysis.weigh import weigh
 from surgery.calibration.data import Sample, sample_ids
 from surgery.calibration.stock import NameReport, check_names, parse_config, unknown_fields
 from surgery.calibration.walk import Walk
 from surgery.checkpoint import Checkpoint, constant
-from surgery.families import locate
+from surgery.families import find, locate
 
 PARITY = 1e-5  # of max(1, std of the source logits)
 LENGTH, WINDOW_MARGIN = 512, 64
+ROUTED_TOKENS = 1024  # that routers are measured on
 SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Progress = Callable[[str, int, int], None]  # what is done, how many layers of how many
 
@@ -94,9 +99,12 @@ def verify(source: Checkpoint, output: Checkpoint, *, exact: bool, layers: Seque
     result = Verification(rows=(*first, *names), exact=exact, dtype=str(dtype).removeprefix("torch."))
     if not all(row.passed for row in names):
         return result
+    routes = _routes(output) and not _routes(source)
     if not exact:
         texts = quality.texts(source, tokens, sequence_length(source, output, exact))
         rows = (*result.rows, *_quality_rows(source, output, texts, repaired, dtype, device, progress))
+        if routes and all(row.passed for row in rows):
+            rows += _routing_rows(output, texts.samples["evaluation"], torn, dtype, device, progress)
         return Verification(rows=rows, exact=exact, dtype=result.dtype, sample=texts.samples["evaluation"])
     sample = sample_ids(source, tokens=tokens, sequence_length=sequence_length(source, output, exact))
     last = max(range(locate(output).count) if layers is None else layers)
@@ -107,7 +115,25 @@ def verify(source: Checkpoint, output: Checkpoint, *, exact: bool, layers: Seque
         found = torn_copies(output, sample.input_ids, shards=torn, dtype=stored, device=device)
         rows += (Row(check=f"tokens with parts of copies in {SHORT[stored]}, of {found.total}", value=found.torn, relation="<=", limit=0,
                      passed=not found.torn),)  # fmt: skip
+    if routes and all(row.passed for row in rows):
+        rows += _routing_rows(output, sample, torn, dtype, device, progress)
     return Verification(rows=rows, exact=exact, dtype=result.dtype, sample=sample)
+
+
+def _routes(checkpoint: Checkpoint) -> bool:
+    return find(checkpoint.config).is_moe or "experts" in modeling.kinds(checkpoint.config)
+
+
+def _routing_rows(output: Checkpoint, sample: Sample, shards: int, dtype: torch.dtype, device: str,
+                  progress: Progress) -> tuple[Row, ...]:  # fmt: skip
+    """What the routers do, the gradient that they get, and what is wrong with them."""
+    ids = sample.input_ids[: max(1, ROUTED_TOKENS // sample.input_ids.shape[1])]
+    found = routing.measure(output, ids, shards=shards, dtype=dtype, device=device,
+                            progress=lambda: progress("router layers", 0, 0))  # fmt: skip
+    return tuple(
+        Row(check=check, value=value, detail=tuple(f"layer {i}: {v}" for i, v in each))
+        for check, value, each in routing.summary(found)
+    )
 
 
 def _quality_rows(source: Checkpoint, output: Checkpoint, texts: quality.Texts, repaired: bool, dtype: torch.dtype,
@@ -132,6 +158,26 @@ def _quality_rows(source: Checkpoint, output: Checkpoint, texts: quality.Texts, 
         layers = tuple(f"layer {i}: {z:.4f}" for i, z in enumerate(found[name].zeros))
         if layers and not math.isnan(found[name].sparsity):
             yield Row(check=f"exact zeros among the products of the {name}", value=found[name].sparsity, detail=layers)
+    yield from savings_rows(output, found["output"].zeros)
+
+
+def savings_rows(output: Checkpoint, zeros: Sequence[float]) -> Iterator[Row]:
+    """What a kernel that skips the measured zeros leaves of a token's bytes and FLOPs in the MLPs; none without zeros.
+
+    The gate is computed for every neuron, up and down where it is open; where only the product decides (TEAL), down alone
+    is saved. A layer without an MLP of its own (a mixture) is not counted.
+    """
+    if not any(z > 0 for z in zeros):
+        return
+    weights, blocks = weigh(output, output.config), output.config.get("surgery_blocks") or ()
+    kernel = "down only" if any(b.get("rule") in ("teal", "drelu") for b in blocks) else "gate first"
+    for what, of in (("bytes", lambda t: t.nbytes), ("FLOPs", lambda t: 2 * t.matrices)):
+        parts = [(of(part.tallies["mlp"]), z) for part in weights.layers
+                 if "mlp" in part.tallies and part.index is not None and not math.isnan(z := zeros[part.index])]  # fmt: skip
+        before = sum(n for n, _ in parts)
+        after = sum(n * REMAINING[kernel](z, weights.gated) for n, z in parts)
+        detail = (f"{after / 1e6:.4g} of {before / 1e6:.4g} M{'B' if what == 'bytes' else 'FLOP'} per token",)
+        yield Row(check=f"MLP {what} left where zeros are skipped, {kernel}", value=after / before, detail=detail)
 
 
 def name_rows(source: NameReport, output: NameReport) -> list[Row]:
@@ -192,7 +238,9 @@ def _parity(pair: _Pair) -> Iterator[Row]:
     kind = SHORT[pair.dtype]
     if value > limit and kind != "fp64":
         yield Row(check=f"logits max|Δ| in {kind}, more than {limit:.3g}: fp64 decides", value=value)
-        yield from _parity(pair.in_fp64())
+        wider = pair.in_fp64()
+        yield Row(check=f"rounding of the source alone, {kind} from fp64", value=wider.rounding(pair))
+        yield from _parity(wider)
         return
     check = f"logits max|Δ| in {kind}" + (", worst sequence" if kind == "fp64" else "")
     sequences, length = pair.input_ids.shape
@@ -259,9 +307,21 @@ class _Pair:
                 progress(f"{name} layers{again}", layer.index + 1, len(walk))
         self.compared = self._compare(self.source, self.output)
 
+    @property
+    def worst(self) -> int:
+        """The sequence where they differ most."""
+        return int(self.compared.deltas.argmax())
+
+    def rounding(self, narrow: _Pair) -> float:
+        """max|Δ| of the source's logits from those of `narrow`, of which this is the worst sequence."""
+        hidden = [row[None] for batch in narrow.source.hidden for row in batch][narrow.worst]
+        again = narrow.source.fork(narrow.source.checkpoint, [hidden])
+        both = zip(self.source.logits(), again.logits(), strict=True)
+        return max((a.cpu() - b.cpu()).abs().max().item() for (_, a), (_, b) in both)
+
     def in_fp64(self) -> _Pair:
         """Both again in fp64, on the sequence where they differ most."""
-        worst = int(self.compared.deltas.argmax())
+        worst = self.worst
         device = "cpu" if self.device.startswith("mps") else self.device  # which has no fp64
         return _Pair(self.source.checkpoint, self.output.checkpoint, self.input_ids[worst : worst + 1],
                      dtype=torch.float64, device=device, last=self.last, progress=self.progress)  # fmt: skip

@@ -12,6 +12,8 @@ import torch
 import transformers
 
 from surgery import demo
+from surgery.calibration.data import sample_ids
+from surgery.calibration.walk import Walk
 from surgery.checkpoint import Checkpoint, constant, open_checkpoint
 from surgery.operations.upcycle import upcycle
 from surgery.verification import Row, Verification, sequence_length, verify, without_mlp
@@ -87,12 +89,28 @@ def test_where_fp32_rounds_too_much_fp64_decides(tmp_path: Path) -> None:
     """And the control is held to the same limit in fp64: in fp32 rounding alone would pass it."""
     source, seen = sharp(tmp_path), []
     v = verify(source, upcycle(source, experts=4), exact=True, tokens=1024, progress=lambda *a: seen.append(a))
-    informs, gate, control = row(v, "in fp32"), row(v, GATE), row(v, "control")
+    informs, gate, control = row(v, "fp64 decides"), row(v, GATE), row(v, "control")
     assert v.passed and informs.limit is None and "more than 1.1" in informs.check
     assert informs.value > 10 * gate.limit and gate.limit == pytest.approx(1.1e-5, rel=0.05)
     assert gate.value < 1e-7 * gate.limit and gate.detail == ("1 × 511 tokens",)
     assert control.limit == gate.limit and control.value > 1 and "in fp64" in control.check
     assert ("output layers in fp64", 3, 3) in seen
+
+
+def test_the_rounding_of_the_source_alone_is_shown(tmp_path: Path) -> None:
+    """What fp32 cannot tell: the source's own logits, from those in fp64, on the sequence that was walked again."""
+    source = sharp(tmp_path)
+    found = row(verify(source, upcycle(source, experts=4), exact=True, tokens=1024), "rounding of the source alone")
+    ids = sample_ids(source, tokens=1024, sequence_length=511).input_ids
+    each = []
+    for i in range(len(ids)):
+        walks = [Walk(source, ids[i : i + 1], dtype=dtype) for dtype in (torch.float32, torch.float64)]
+        for walk in walks:
+            for layer in walk:
+                layer.run()
+        a, b = (torch.cat([x for _, x in walk.logits()], dim=1) for walk in walks)
+        each.append((a - b).abs().max().item())
+    assert any(found.value == pytest.approx(value, rel=0.2) for value in each) and found.value > 1e-5
 
 
 def test_the_control_in_fp64_can_fail(tmp_path: Path) -> None:

@@ -33,7 +33,10 @@ class Parts:
 
     @classmethod
     def of(cls, layer: nn.Module, family: Family) -> Parts:
-        """A layer that routes its tokens shows its shared expert, if it has one, as the dense MLP."""
+        """A layer that routes its tokens shows its shared expert, if it has one, as the dense MLP; a block of experts that
+        surgery put in a dense family's layer shows its router alone."""
+        if (own := _own_router(layer, family)) is not None:
+            return cls(router=own)
         router = _router(layer, family)
         if router is None:
             return cls(**_dense(layer, {"gate": family.gate, "up": family.up, "down": family.down}))
@@ -57,7 +60,13 @@ def _dense(parent: nn.Module, paths: Mapping[str, str | None]) -> dict[str, nn.M
 
 def _router(layer: nn.Module, family: Family) -> tuple[str, nn.Module] | None:
     found = _find(layer, family.router) if family.router else None
-    return found if found and not list(found[1].children()) else None
+    return found if found and isinstance(getattr(found[1], "weight", None), Tensor) else None
+
+
+def _own_router(layer: nn.Module, family: Family) -> nn.Module | None:
+    """That of surgery/modeling/experts_mlp.py, which gives logits, weights and choices."""
+    block = None if family.is_moe else getattr(layer, family.mlp, None)
+    return getattr(block, "router", None)
 
 
 def _find(layer: nn.Module, path: str) -> tuple[str, nn.Module] | None:
@@ -157,9 +166,11 @@ def _hooks(taps: Taps) -> Iterator[tuple[nn.Module, Callable[[Any, Any, Any], No
 
 def routing(output: Any, experts: int, top_k: int) -> dict[str, Tensor]:
     """`selected` [N, k], and `router_logits` [N, E] where the router gives them, from what a router returns: logits
-    alone, or a tuple in any order of logits, weights and the integer indices of the experts."""
+    alone, or a tuple in any order of logits, weights and the integer indices of the experts. Weights may be [N, E] too: they
+    are never negative."""
     tensors = output if isinstance(output, tuple) else (output,)
-    logits = next((t for t in tensors if t.is_floating_point() and t.shape[-1] == experts), None)
+    wide = [t for t in tensors if t.is_floating_point() and t.shape[-1] == experts]
+    logits = next((t for t in wide if bool((t < 0).any())), wide[0] if wide else None)
     selected = next((t for t in tensors if not t.is_floating_point()), None)
     found = {} if logits is None else {"router_logits": logits.reshape(-1, experts)}
     if selected is None:

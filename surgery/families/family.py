@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from surgery.checkpoint import Checkpoint, LazyTensor, concatenate
+from surgery.checkpoint.config import Config
 from surgery.errors import SurgeryError
 
 OPERATED = (
@@ -58,12 +59,12 @@ class Family:
 
     def effective(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The config with the model class's defaults written out where it is silent."""
-        out = dict(config)
+        out = Config(config)
         for key, default in self.defaults.items():
             if not callable(default):
                 out.setdefault(key, default)
             elif out.get(key) is None:
-                out[key] = default(config)
+                out[key] = default(Config(config))
         return out
 
     @property
@@ -203,7 +204,7 @@ def find(config: Mapping[str, Any]) -> Family:
 def locate(checkpoint: Checkpoint) -> Blocks:
     """The decoder layers of a checkpoint. Raises SurgeryError where the tensors do not agree with the config."""
     family = find(checkpoint.config)
-    count = int(checkpoint.text_config.get(family.layers_key, 0))
+    count = int(checkpoint.text_config.get(family.layers_key) or 0)
     prefixes = {m["prefix"] for m in _layer_names(family, checkpoint.tensors)}
     if not prefixes or not count:
         raise SurgeryError(f"no tensor of a {family.model_type} layer among {len(checkpoint.tensors)} tensors",

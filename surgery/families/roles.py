@@ -46,7 +46,7 @@ OUTSIDE: tuple[tuple[str, str], ...] = (
     (_NORM, "norms"),
     (r"(^|\.)(norm\w*|ln_f)\.", "norms"),
     (r"(^|\.)(lm_head|embed_out|output)\.", "head"),
-    (r"(^|\.)(\w*embed\w*|wte|wpe)(\.|$)", "embedding"),
+    (r"(^|\.)(\w*embed\w*|wte|wpe|memory_values_\d+)(\.|$)", "embedding"),  # tables of which a token reads few rows
 )
 
 

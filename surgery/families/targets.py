@@ -21,7 +21,8 @@ from surgery.families import layouts
 from surgery.families.layouts import Place, Tensors
 from surgery.families.routes import ROUTES, Config, Route, evaluate, head_dim, unmet
 
-__all__ = ["ROUTES", "TARGETS", "Route", "Shape", "Shared", "Target", "evaluate", "misfit", "unmet", "whole_copies"]
+__all__ = ["ROUTES", "SURGERY", "TARGETS", "Route", "Shape", "Shared", "Target", "evaluate", "misfit", "unmet",
+           "whole_copies"]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,7 @@ class Shape:
 class Shared:
     """A target's shared expert. `most`: parts that it can hold; `usual`: how many it takes at granularity 1."""
 
-    place: Place
+    place: Place | None
     required: bool = True  # without parts of its own it is there all the same, and computes zero
     gated: bool = False  # its output is multiplied by sigmoid(gate·x): one half at a gate of zero
     whole: bool = False  # the routing weights scale the experts' *input*: it is the MLP, and the others begin at zero
@@ -84,7 +85,7 @@ class Target:
     model_type: str
     architecture: str
     router: str
-    place: Place  # the routed experts' tensors
+    place: Place | None  # the routed experts' tensors; None: neurons of one wide MLP, which stands where the MLP did
     config: Mapping[str, Any]
     experts_keys: tuple[str, ...] = ("num_local_experts",)
     top_k_key: str = "num_experts_per_tok"
@@ -282,6 +283,19 @@ TARGETS: dict[str, Target] = {
     )
 }  # fmt: skip
 
+# The block that travels with its code (surgery/modeling/experts_mlp.py), in any dense family whose MLP is a module.
+SURGERY = Target(
+    model_type="surgery",
+    architecture="SurgeryForCausalLM",
+    router="mlp.router.weight",
+    place=None,
+    config={},
+    shared=Shared(place=None, required=False, usual=0),
+    router_fp32=True,
+    groups=True,
+    dense_layers=lambda chosen, count: {},
+)
+
 # Architectures that are asked for and hold no dense model exactly, with the reason.
 UNABLE = {
     "deepseek_v3": "normalises its compressed keys and values, which no source does; glm4_moe has the same experts and "
@@ -312,7 +326,9 @@ def misfit(target: Target, s: Shape, chosen: Sequence[int], count: int) -> str:
         return "has one shared expert, which is the MLP, and cannot cut it"
     if shared and shared.most and s.shared > shared.most:
         return f"has {shared.most} shared expert, as wide as the others"
-    if target.groups and s.shards == 1 and s.experts < 2:
+    if target is SURGERY and s.halved:
+        return "shares parts of the MLP, which --granularity cuts it in"
+    if target.groups and s.shards == 1 and s.experts < 2 and target is not SURGERY:
         return "chooses among two experts at least"
     return ""
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from surgery.checkpoint import Checkpoint, LazyTensor, constant, derive, normal
+from surgery.checkpoint import Checkpoint, LazyTensor, concatenate, constant, derive, normal
 from surgery.errors import SurgeryError
 from surgery.families import Mlp, locate
 from surgery.families.targets import Shape, Target
@@ -19,18 +19,48 @@ from surgery.operations.sound import require_plain, require_whole
 if TYPE_CHECKING:
     import torch
 
+_BY_NEURON = ("gate", "up", "gate_bias", "up_bias")  # of an Mlp, with a row for each neuron
+
 # --- exact --------------------------------------------------------------------------------------------------------------
 
 
 def part(mlp: Mlp, start: int, stop: int) -> Mlp:
-    """Neurons [start, stop)."""
+    """Neurons [start, stop). The bias of the output stays whole."""
     if (start, stop) == (0, mlp.width):
         return mlp
     h = mlp.down.shape[0]
     down = derive(f"columns {start}:{stop}", lambda t: t[:, start:stop].clone(), mlp.down, dtype=mlp.down.dtype,
                   shape=(h, stop - start))  # fmt: skip
-    gate = mlp.gate and mlp.gate.rows(start, stop)
-    return dataclasses.replace(mlp, gate=gate, up=mlp.up.rows(start, stop), down=down)
+    kept: dict[str, Any] = {name: t.rows(start, stop) for name in _BY_NEURON if (t := getattr(mlp, name)) is not None}
+    return dataclasses.replace(mlp, **kept, down=down)
+
+
+def joined(experts: Sequence[Mlp]) -> Mlp:
+    """One wide MLP with the neurons of all, one expert after another. The bias of its output is the mean of theirs."""
+    first = experts[0]
+    wide: dict[str, Any] = {
+        name: _side_by_side([getattr(e, name) for e in experts], 0) for name in _BY_NEURON if getattr(first, name)
+    }
+    biases = list({e.down_bias.identity(): e.down_bias for e in experts if e.down_bias is not None}.values())
+    bias = _mean(biases, biases[0].dtype) if len(biases) > 1 else first.down_bias
+    return dataclasses.replace(first, **wide, down=_side_by_side([e.down for e in experts], 1), down_bias=bias)
+
+
+def _side_by_side(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
+    """One after another along a dimension; what is there several times is read once."""
+    if dim == 0 and not any(t.compute for t in tensors):
+        return concatenate(tensors)
+    unique = {t.identity(): t for t in tensors}
+    order = [list(unique).index(t.identity()) for t in tensors]
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(t.shape[dim] for t in tensors)
+
+    def join(*values: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        return torch.cat([values[i] for i in order], dim)
+
+    return derive(f"{order} along {dim}", join, *unique.values(), dtype=tensors[0].dtype, shape=tuple(shape))
 
 
 def scaled(mlp: Mlp, factor: float) -> Mlp:
@@ -70,7 +100,7 @@ def shared_expert(mlp: Mlp, target: Target, s: Shape) -> Mlp | None:
 
 def dropped(mlp: Mlp, ratio: float, key: str, seed: int) -> Mlp:
     """Drop-upcycling (Nakamura et al. 2025, arXiv 2502.19261): ⌊ratio·F⌋ neurons, the same in gate, up and down, drawn anew
-    from N(μ, σ²), μ and σ those of what they replace in each matrix.
+    from N(μ, σ²), μ and σ those of what they replace in each matrix, or in the biases of gate and up.
 
     The paper shares one index set between the three matrices; its published script draws one for each.
     """
@@ -90,13 +120,12 @@ def dropped(mlp: Mlp, ratio: float, key: str, seed: int) -> Mlp:
     def columns(t: torch.Tensor, order: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
         return rows(t.T, order, fresh).T
 
-    def redraw(name: str, t: LazyTensor | None, function: Callable[..., torch.Tensor]) -> LazyTensor | None:
-        fresh = normal(f"{key} {name}", seed, 1.0, (count, h), "F32")
-        return t and derive(recipe, function, t, order, fresh, dtype=t.dtype, shape=t.shape)
+    def redraw(name: str, t: LazyTensor, function: Callable[..., torch.Tensor] = rows) -> LazyTensor:
+        fresh = normal(f"{key} {name}", seed, 1.0, (count, *([h] if len(t.shape) > 1 else [])), "F32")
+        return derive(recipe, function, t, order, fresh, dtype=t.dtype, shape=t.shape)
 
-    up, down = redraw("up", mlp.up, rows), redraw("down", mlp.down, columns)
-    assert up is not None and down is not None
-    return dataclasses.replace(mlp, gate=redraw("gate", mlp.gate, rows), up=up, down=down)
+    drawn: dict[str, Any] = {name: redraw(name, t) for name in _BY_NEURON if (t := getattr(mlp, name)) is not None}
+    return dataclasses.replace(mlp, **drawn, down=redraw("down", mlp.down, columns))
 
 
 def noisy(mlp: Mlp, std: float, key: str, seed: int) -> Mlp:
@@ -110,24 +139,6 @@ def noisy(mlp: Mlp, std: float, key: str, seed: int) -> Mlp:
 
     return dataclasses.replace(mlp, gate=mlp.gate and add("gate", mlp.gate), up=add("up", mlp.up),
                                down=add("down", mlp.down))  # fmt: skip
-
-
-# --- routers ------------------------------------------------------------------------------------------------------------
-
-# How the rows of the router [N, H], one for each copy, begin: functions of name, seed, std, shape and dtype.
-ROUTERS: Mapping[str, Callable[[str, int, float, tuple[int, int], str], LazyTensor]] = {
-    "normal": normal,
-    "zero": lambda name, seed, std, shape, dtype: constant(0.0, shape, dtype),
-}
-
-
-def router_rows(kind: str, name: str, seed: int, std: float, s: Shape, hidden: int, dtype: str) -> LazyTensor:
-    """[E, H]: the shards of a copy, which follow one another, have equal rows."""
-    rows = ROUTERS[kind](name, seed, std, (s.copies, hidden), dtype)
-    if s.shards == 1:
-        return rows
-    return derive(f"each row {s.shards} times", lambda t: t.repeat_interleave(s.shards, 0), rows, dtype=dtype,
-                  shape=(s.experts, hidden))  # fmt: skip
 
 
 # --- several models -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Upcycling: each MLP becomes a mixture of experts behind a new router, in an architecture that transformers has.
+"""Upcycling: each MLP becomes a mixture of experts behind a new router, in an architecture that transformers has, or in a
+block that travels with the checkpoint where none can hold the model.
 
 Verbatim copies (Komatsuzaki et al. 2022, arXiv 2212.05055), copies cut in finer experts (virtual groups, He et al. 2024,
 arXiv 2410.07524), and shared experts beside them compute exactly what the model did; training makes the experts differ.
@@ -10,50 +11,34 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from surgery.checkpoint import Checkpoint, LazyTensor, Step, open_checkpoint
+from surgery import modeling
+from surgery.calibration.settings import Calibration
+from surgery.checkpoint import Checkpoint, LazyTensor, Step, Work
 from surgery.checkpoint.compat import complete
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import OPERATED, Blocks, Mlp, find, locate
-from surgery.families.targets import (
-    ROUTES,
-    TARGETS,
-    UNABLE,
-    Route,
-    Shape,
-    Target,
-    config_of,
-    misfit,
-    resolve,
-    unmet,
-    whole_copies,
-)
+from surgery.families.choice import Choice, choose
+from surgery.families.targets import SURGERY, Shape, config_of, whole_copies
 from surgery.operations.experts import (
-    ROUTERS,
     average,
     dropped,
+    joined,
     noisy,
+    part,
     require_kin,
     routed_experts,
-    router_rows,
+    scaled,
     shared_expert,
 )
-from surgery.operations.sound import drop_tied_head, require_plain, require_whole
+from surgery.operations.routers import Beginning, Mixture, router_rows, work_of
+from surgery.operations.sound import chosen_layers, drop_tied_head, require_plain, require_whole, with_blocks
 
 ATTENTION = ("base", "average")
 COPIES, ACTIVE = 8, 2  # by default
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """The route taken, and the shape that its target gives the experts; `notes` say why it and which others could."""
-
-    route: Route
-    target: Target
-    shape: Shape
-    notes: tuple[str, ...]
+MOST_EXPERTS = 65536  # of a layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,9 +49,7 @@ class Start:
     noise: float
     models: tuple[Checkpoint, ...]
     attention: str
-    router: str
-    router_std: float
-    seed: int
+    router: Beginning
 
     @property
     def copies(self) -> bool:
@@ -74,12 +57,25 @@ class Start:
         return not (self.drop or self.noise or self.models)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """What is to be done, checked. `source` is whose MLPs are converted; `trunk` what all else is taken from."""
+
+    source: Blocks
+    trunk: Blocks
+    models: tuple[Blocks, ...]
+    layers: tuple[int, ...]
+    choice: Choice
+    start: Start
+
+
 def upcycle(checkpoint: Checkpoint, *, experts: int | None = None, top_k: int | None = None, granularity: int = 1,
             shared: int | None = None, layers: Collection[int] | None = None, dense_first: int = 0,
             target: str = "auto", drop: float = 0.0, noise: float = 0.0,
-            expert_models: Sequence[Checkpoint | str | Path] = (), attention: str = "base", router: str = "normal",
-            router_std: float = 0.02, seed: int = 0) -> Checkpoint:  # fmt: skip
-    """A mixture of `experts` in place of each MLP, `top_k` of them active per token, in a native architecture.
+            expert_models: Sequence[Checkpoint] = (), attention: str = "base", router: str = "normal",
+            router_std: float = 0.02, expert_texts: Sequence[str] = (), seed: int = 0,
+            calibration: Calibration | Mapping[str, Any] | None = None) -> Checkpoint:  # fmt: skip
+    """A mixture of `experts` in place of each MLP, `top_k` of them active per token.
 
     Args:
         checkpoint: a dense model; see `surgery families` for which.
@@ -91,44 +87,51 @@ def upcycle(checkpoint: Checkpoint, *, experts: int | None = None, top_k: int | 
             1, one shared expert takes half of the output. Default: what the target usually has.
         layers: the layers to convert (default: all), where the architecture can keep some dense.
         dense_first: how many first layers stay dense, instead of `layers`.
-        target: the MoE model_type, or "auto" for the first that can hold this model in this shape exactly.
+        target: the MoE model_type; "surgery" for the block that travels; "auto" for the first architecture that can hold
+            this model in this shape exactly, or else that block.
         drop: the part of each expert's neurons that is drawn anew (drop-upcycling; 0.5 in the paper).
         noise: the standard deviation of noise added to the experts' weights.
-        expert_models: checkpoints, or what names them, whose MLPs become the copies (branch-train-mix).
+        expert_models: checkpoints whose MLPs become the copies (branch-train-mix).
         attention: what all else is taken from: "base", this checkpoint, or "average", the mean of `expert_models`.
-        router: how its rows [E, H] begin: "normal", N(0, router_std²), or "zero".
+        router: how its rows [E, H] begin: "normal", N(0, router_std²), "zero", "centroids" or "class-means" (routers.py).
+        expert_texts: files with text for each of `expert_models`, in their order, for class-means.
         seed: with the tensor's name, decides every random value.
+        calibration: the text that centroids are found on; see `Calibration`.
 
-    Raises SurgeryError for a model that no native architecture can hold exactly, UsageError for impossible options.
+    Raises SurgeryError for a model that no target can hold exactly, UsageError for impossible options.
     """
-    models = tuple(m if isinstance(m, Checkpoint) else open_checkpoint(m) for m in expert_models)
-    start = Start(drop=drop, noise=noise, models=models, attention=attention, router=router, router_std=router_std,
-                  seed=seed)  # fmt: skip
+    begin = Beginning(kind=router, std=router_std, seed=seed, texts=tuple(map(str, expert_texts)),
+                      calibration=Calibration.of(calibration))  # fmt: skip
+    start = Start(drop=drop, noise=noise, models=tuple(expert_models), attention=attention, router=begin)
     _check_start(start)
-    shape = _shape(experts, top_k, granularity, shared or 0, len(models))
+    shape = _shape(experts, top_k, granularity, shared or 0, len(start.models))
+    checkpoint, job, notes = _job(checkpoint, shape, shared, _layers(layers, dense_first), target, start)
+    work = work_of(begin, _mixture_of(job)) if begin.reads else None
+    tensors = _tensors(job, work)
+    exact = start.copies and _always_whole(job, tensors)
+    step = Step(operation="upcycle", parameters=_parameters(job), exact=exact, layers=job.layers,
+                notes=(*notes, *job.choice.notes, *_notes(job, exact)), work=work)  # fmt: skip
+    return checkpoint.replace(step=step, tensors=tensors, **_written(job))
+
+
+def _job(checkpoint: Checkpoint, shape: Shape, shared: int | None, layers: Collection[int] | range | None, target: str,
+         start: Start) -> tuple[Checkpoint, _Job, list[str]]:  # fmt: skip
+    """The source without a head that is tied, what is to be done, and what is to be said of the head."""
     require_plain(checkpoint)
     blocks = locate(checkpoint)
     require_whole(blocks)
     _require_stock(checkpoint, blocks)
     config = _effective(checkpoint)
-    chosen = _choose_layers(blocks, layers, dense_first)
-    shape = dataclasses.replace(shape, width=int(config[blocks.family.width_key]))
+    chosen = _chosen(blocks, layers)
+    if not blocks.family.is_moe:
+        shape = dataclasses.replace(shape, width=blocks.mlp(chosen[0]).width)
     choice = choose(blocks, config, target, shape, shared, chosen)
-    _check_copies(choice.shape, len(models))
+    _check_copies(choice.shape, start)
     checkpoint, notes = drop_tied_head(checkpoint, bool(config.get("tie_word_embeddings")))
-    tensors = _tensors(checkpoint, chosen, choice, start)
-    if choice.route.rewrite:
-        tensors = choice.route.rewrite(tensors, config)
-    exact = start.copies and _always_whole(choice, start, tensors)
-    step = Step(
-        operation="upcycle",
-        parameters=_parameters(choice, start, None if len(chosen) == blocks.count else chosen),
-        exact=exact,
-        layers=tuple(chosen),
-        notes=(*notes, *choice.notes, *_notes(choice, start, exact)),
-    )  # fmt: skip
-    new_config = config_of(choice.target, choice.route, config, choice.shape, chosen, blocks.count)
-    return checkpoint.replace(step=step, config=new_config, tensors=tensors, custom_code=False)
+    trunk = _trunk(checkpoint, chosen, start)
+    job = _Job(source=locate(checkpoint), trunk=locate(trunk), models=tuple(map(locate, start.models)), layers=chosen,
+               choice=choice, start=start)  # fmt: skip
+    return checkpoint, job, notes
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -146,6 +149,8 @@ def _shape(experts: int | None, top_k: int | None, granularity: int, shared: int
         raise UsageError(
             f"{experts} experts with top-k {top_k}: both must be at least 1", "for example --experts 8 --top-k 2"
         )
+    if experts > MOST_EXPERTS:
+        raise UsageError(f"{experts} experts", f"give at most {MOST_EXPERTS}")
     if top_k > experts:
         raise UsageError(f"top-k {top_k} of {experts} experts", "top-k can be at most the number of experts")
     for name, value in (("experts", experts), ("top-k", top_k)):
@@ -156,10 +161,6 @@ def _shape(experts: int | None, top_k: int | None, granularity: int, shared: int
 
 
 def _check_start(start: Start) -> None:
-    if start.router_std < 0:
-        raise UsageError(f"a router of standard deviation {start.router_std}", "give 0 or more; 0.02 is usual")
-    if start.router not in ROUTERS:
-        raise UsageError(f"unknown router {start.router!r}", f"one of: {', '.join(ROUTERS)}")
     if not 0 <= start.drop <= 1:
         raise UsageError(f"drop {start.drop} of the neurons", "give a part from 0 to 1; 0.5 is the paper's")
     if start.noise < 0:
@@ -168,15 +169,21 @@ def _check_start(start: Start) -> None:
         raise UsageError(f"attention from {start.attention!r}", f"one of: {', '.join(ATTENTION)}")
     if start.attention == "average" and not start.models:
         raise UsageError("an average of no models", "name them, each with --expert MODEL")
+    if start.router.kind == "class-means" and not len(start.models) == len(start.router.texts) > 1:
+        raise UsageError(f"class means of {len(start.router.texts)} texts for {len(start.models)} models",
+                         "give --expert MODEL and --expert-text FILE for each of them, two at least")  # fmt: skip
 
 
-def _check_copies(shape: Shape, models: int) -> None:
+def _check_copies(shape: Shape, start: Start) -> None:
+    models = len(start.models)
     if shape.width % shape.granularity:
         near = [g for g in range(1, shape.width + 1) if shape.width % g == 0]
         best = min(near, key=lambda g: abs(g - shape.granularity))
         raise UsageError(f"granularity {shape.granularity} does not divide {shape.width} neurons", f"{best} does")
     if models and shape.copies % models:
         raise UsageError(f"{shape.copies} copies of {models} expert models", "give a multiple of them with --experts")
+    if start.router.kind == "class-means" and shape.copies != models:
+        raise UsageError(f"class means of {models} models for {shape.copies} copies", "leave --experts out")
 
 
 def _require_stock(checkpoint: Checkpoint, blocks: Blocks) -> None:
@@ -189,128 +196,93 @@ def _require_stock(checkpoint: Checkpoint, blocks: Blocks) -> None:
                            f"give its language model, a {blocks.family.model_type}, as a checkpoint of its own")  # fmt: skip
 
 
-def _choose_layers(blocks: Blocks, layers: Collection[int] | None, dense_first: int) -> list[int]:
-    everything = list(range(blocks.count))
-    if dense_first:
-        if layers is not None:
-            raise UsageError("both --layers and --dense-first", "give one of them")
-        if not 0 < dense_first < blocks.count:
-            raise UsageError(f"{dense_first} dense layers of {blocks.count}", f"give 1 to {blocks.count - 1}")
-        return everything[dense_first:]
-    if layers is None:
-        return everything
-    if unknown := sorted(set(layers) - set(everything)):
-        raise UsageError(
-            f"layer {unknown[0]} of a model with {blocks.count} layers", f"layers are 0 to {blocks.count - 1}"
-        )
-    if not layers:
+def _layers(layers: Collection[int] | None, dense_first: int) -> Collection[int] | range | None:
+    """The layers named; of `dense_first` all from there on, however many there are."""
+    if dense_first and layers is not None:
+        raise UsageError("both --layers and --dense-first", "give one of them")
+    if layers is not None and not layers:
         raise UsageError("no layer to convert", "leave --layers out for all of them")
-    return sorted(set(layers))
+    return range(dense_first, 2**31) if dense_first else layers
 
 
-# --- the target -------------------------------------------------------------------------------------------------------
-
-
-def choose(blocks: Blocks, config: Mapping[str, Any], target: str, shape: Shape, shared: int | None,
-           chosen: Sequence[int]) -> Choice:  # fmt: skip
-    """The route into `target`; for "auto" the first exact one, of those that never tear a copy if there is one.
-
-    Raises SurgeryError where there is none.
-    """
-    source = blocks.family.model_type
-    reasons: dict[str, str] = {}  # by target, why not
-    able: list[tuple[Route, Target, Shape]] = []
-    for route in _named(blocks, target):
-        candidate = TARGETS[route.target]
-        fitted = resolve(candidate, shape, shared)
-        if bad := unmet(route, config):
-            reasons[route.target] = ", ".join(bad)
-        elif why := misfit(candidate, fitted, chosen, blocks.count):
-            reasons[route.target] = f"{route.target} {why}"
-        else:
-            able.append((route, candidate, fitted))
-    if not able:
-        raise _none_fits(source, reasons, len(chosen) < blocks.count)
-    able.sort(key=lambda c: not whole_copies(c[1], c[2]))
-    route, best, fitted = able[0]
-    others = [r.target for r, _, _ in able[1:]]
-    return Choice(route=route, target=best, shape=fitted,
-                  notes=_why(source, best, others, reasons) if target == "auto" else ())  # fmt: skip
-
-
-def _named(blocks: Blocks, target: str) -> list[Route]:
-    """The routes of the source into `target`."""
-    family = blocks.family
-    if family.is_moe:
-        raise SurgeryError(f"{family.model_type} is a mixture of experts already", "give a dense model")
-    if target in UNABLE:
-        raise UsageError(f"{target} {UNABLE[target]}", f"one of: auto, {', '.join(TARGETS)}")
-    if target not in ("auto", *TARGETS):
-        raise UsageError(f"unknown target {target!r}", f"one of: auto, {', '.join(TARGETS)}")
-    routes = [r for r in ROUTES if r.source == family.model_type]
-    if not routes:
-        sources = ", ".join(dict.fromkeys(r.source for r in ROUTES))
-        raise SurgeryError(f"no native mixture-of-experts architecture can hold a {family.model_type} exactly",
-                           f"upcycle takes {sources}")  # fmt: skip
-    if named := [r for r in routes if r.target == target or (target == "auto" and r.auto)]:
-        return named
-    raise SurgeryError(f"{family.model_type} does not go into {target} exactly", "use --target auto")
-
-
-def _none_fits(source: str, reasons: Mapping[str, str], some_layers: bool) -> SurgeryError:
-    """Why no target does: the config, or the shape."""
-    shape = [why for target, why in reasons.items() if why.startswith(f"{target} ")]
-    if shape:
-        hint = "leave --layers out" if some_layers else "ask for another shape, or another --target"
-        return SurgeryError("; ".join(shape), hint)
-    listed = "; ".join(f"{target}: {why}" for target, why in reasons.items())
-    return SurgeryError(f"this {source} does not go into a native architecture exactly ({listed})",
-                        "a config like this needs custom code, which upcycle does not write yet")  # fmt: skip
-
-
-def _why(source: str, best: Target, others: Sequence[str], reasons: Mapping[str, str]) -> tuple[str, ...]:
-    """What `--target auto` says of its choice."""
-    could = f"; --target {' or '.join(others)} could too" if others else ""
-    not_these = [why if why.startswith(f"{t} ") else f"{t} not: {why}" for t, why in reasons.items()]
-    cannot = f" ({'; '.join(not_these)})" if not_these else ""
-    return (f"{best.model_type} holds this {source} exactly in this shape{could}{cannot}",)
+def _chosen(blocks: Blocks, layers: Collection[int] | range | None) -> tuple[int, ...]:
+    if isinstance(layers, range):
+        if not 0 < layers.start < blocks.count:
+            raise UsageError(f"{layers.start} dense layers of {blocks.count}", f"give 1 to {blocks.count - 1}")
+        layers = range(layers.start, blocks.count)
+    return chosen_layers(blocks, layers)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _tensors(checkpoint: Checkpoint, chosen: Sequence[int], choice: Choice, start: Start) -> dict[str, LazyTensor]:
-    trunk, sources = _trunk(checkpoint, chosen, start), [locate(m) for m in start.models]
-    blocks, target = locate(trunk), choice.target
-    tensors = dict(trunk.tensors)
-    for index in range(blocks.count):
-        mlp, layer = blocks.mlp(index), blocks.layer(index)
-        if mlp.biased or mlp.gate_bias is not None:
+def _tensors(job: _Job, work: Work | None) -> dict[str, LazyTensor]:
+    target, trunk = job.choice.target, job.trunk
+    tensors = dict(trunk.checkpoint.tensors)
+    for index in range(trunk.count):
+        mlp = trunk.mlp(index)
+        if target is not SURGERY and (mlp.biased or mlp.gate_bias is not None):
             raise SurgeryError(f"the MLP of layer {index} has biases, which {target.model_type} cannot hold",
-                               "no native architecture takes this model exactly")  # fmt: skip
+                               "--target surgery holds them")  # fmt: skip
+        if index in job.layers:
+            new = _block(job, index, work)
+        elif target is not SURGERY:
+            new = {trunk.layer(index) + path: t for path, t in target.dense([mlp]).items()}
+        else:
+            continue
         for name in mlp.names:
             del tensors[name]
-        others = [b.mlp(index) for b in sources]
-        new = _mixture(mlp, others, layer, choice, start) if index in chosen else target.dense([mlp])
-        tensors |= {layer + path: tensor for path, tensor in new.items()}
-    return tensors
+        tensors |= new
+    rewrite = job.choice.route and job.choice.route.rewrite
+    return rewrite(tensors, _effective(job.source.checkpoint)) if rewrite else tensors
 
 
-def _mixture(mlp: Mlp, others: Sequence[Mlp], layer: str, choice: Choice, start: Start) -> dict[str, LazyTensor]:
-    """The block of one layer, by path in it."""
-    target, s, dtype = choice.target, choice.shape, mlp.up.dtype
-    parts = [part for copy in _copies(mlp, others, s.copies) for part in routed_experts(copy, target, s)]
-    new = target.place([_begun(e, f"{layer}expert {i}", start) for i, e in enumerate(parts)])
-    if (shared := shared_expert(mlp, target, s)) is not None and target.shared:
+def _block(job: _Job, index: int, work: Work | None) -> dict[str, LazyTensor]:
+    """The block of one layer, by name."""
+    target, s, layer, mlp = job.choice.target, job.choice.shape, job.trunk.layer(index), job.trunk.mlp(index)
+    dtype = mlp.up.dtype
+    router = router_rows(job.start.router, layer + target.router, index, s, mlp.up.shape[1],
+                         "F32" if target.router_fp32 else dtype, work)  # fmt: skip
+    if target.place is None:
+        return {**job.trunk.restored(index, _wide(job, index)), layer + target.router: router}
+    new = target.place(_experts(job, index))
+    if (shared := shared_expert(mlp, target, s)) is not None and target.shared and target.shared.place:
         new |= target.shared.place([shared])
-    router = router_rows(start.router, layer + target.router, start.seed, start.router_std, s, mlp.up.shape[1],
-                          "F32" if target.router_fp32 else dtype)  # fmt: skip
-    return {**new, **target.extra(s.experts, dtype), target.router: router}
+    new |= {**target.extra(s.experts, dtype), target.router: router}
+    return {layer + path: tensor for path, tensor in new.items()}
 
 
-def _begun(expert: Mlp, key: str, start: Start) -> Mlp:
-    """An expert as it begins."""
-    return noisy(dropped(expert, start.drop, key, start.seed), start.noise, key, start.seed)
+def _experts(job: _Job, index: int) -> list[Mlp]:
+    """The routed experts of a layer as they begin."""
+    mlp, layer, start = job.trunk.mlp(index), job.trunk.layer(index), job.start
+    copies = _copies(mlp, [b.mlp(index) for b in job.models], job.choice.shape.copies)
+    parts = [p for copy in copies for p in routed_experts(copy, job.choice.target, job.choice.shape)]
+    keys = [f"{layer}expert {i}" for i in range(len(parts))]
+    return [noisy(dropped(p, start.drop, key, start.router.seed), start.noise, key, start.router.seed)
+            for p, key in zip(parts, keys, strict=True)]  # fmt: skip
+
+
+def _wide(job: _Job, index: int) -> Mlp:
+    """The MLP of a layer with the neurons of all its experts, the shared ones first."""
+    mlp, s = job.trunk.mlp(index), job.choice.shape
+    shared = [scaled(part(mlp, 0, s.shared * s.expert_width), 0.5 if s.halved else 1.0)] if s.shared else []
+    return joined([*shared, *_experts(job, index)])
+
+
+def _entry(job: _Job) -> dict[str, Any]:
+    """The block that computes a `_wide` MLP as a mixture."""
+    s, target = job.choice.shape, job.choice.target
+    return modeling.experts(job.source.family, job.layers, experts=s.experts, width=s.expert_width, top_k=s.top_k,
+                            shared=s.shared * s.expert_width, group=s.shards, factor=s.factor if target.groups else 1.0)  # fmt: skip
+
+
+def _mixture_of(job: _Job) -> Mixture:
+    """What calibration walks. Of copies, and of Llama 4's, whose experts begin with an output of zero, that is the source."""
+    shared = job.choice.target.shared
+    if job.start.copies or (shared and shared.whole):
+        return Mixture(checkpoint=job.trunk.checkpoint, layers=job.layers, shape=job.choice.shape)
+    return Mixture(checkpoint=job.trunk.checkpoint, layers=job.layers, shape=job.choice.shape, wide=partial(_wide, job),
+                   entry=_entry(job))  # fmt: skip
 
 
 def _trunk(checkpoint: Checkpoint, chosen: Sequence[int], start: Start) -> Checkpoint:
@@ -331,40 +303,62 @@ def _copies(mlp: Mlp, models: Sequence[Mlp], count: int) -> Iterator[Mlp]:
 
 
 def _cast(mlp: Mlp, dtype: str) -> Mlp:
-    return dataclasses.replace(mlp, gate=mlp.gate and mlp.gate.cast(dtype), up=mlp.up.cast(dtype),
-                               down=mlp.down.cast(dtype))  # fmt: skip
+    values: dict[str, Any] = {
+        f.name: t.cast(dtype) for f in dataclasses.fields(mlp) if isinstance(t := getattr(mlp, f.name), LazyTensor)
+    }
+    return dataclasses.replace(mlp, **values)
 
 
 def _effective(checkpoint: Checkpoint) -> dict[str, Any]:
     return find(checkpoint.config).effective(complete(checkpoint.config))
 
 
+def _written(job: _Job) -> dict[str, Any]:
+    """Config and code of the result."""
+    choice, source = job.choice, job.source
+    if choice.route is None:
+        return with_blocks(source.checkpoint, [_entry(job)])
+    config = config_of(
+        choice.target, choice.route, _effective(source.checkpoint), choice.shape, job.layers, source.count
+    )
+    return {"config": config, "custom_code": False}
+
+
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
-def _always_whole(choice: Choice, start: Start, tensors: Mapping[str, LazyTensor]) -> bool:
+def _always_whole(job: _Job, tensors: Mapping[str, LazyTensor]) -> bool:
     """Whether every token gets whole copies in the dtype that the model is loaded in."""
-    if whole_copies(choice.target, choice.shape):
+    target, router = job.choice.target, job.start.router
+    if whole_copies(target, job.choice.shape):
         return True
-    dtypes = {t.dtype for n, t in tensors.items() if n.endswith(choice.target.router)}
-    return (choice.target.router_fp32 or dtypes == {"F32"}) and start.router != "zero" and start.router_std > 0
+    dtypes = {t.dtype for n, t in tensors.items() if n.endswith(target.router)}
+    return (target.router_fp32 or dtypes == {"F32"}) and router.kind != "zero" and router.std > 0
 
 
-def _parameters(choice: Choice, start: Start, layers: list[int] | None) -> dict[str, Any]:
-    s = choice.shape
-    return {"experts": s.experts, "top_k": s.top_k, "granularity": s.granularity, "shared": s.shared, "layers": layers,
-            "target": choice.target.model_type, "drop": start.drop, "noise": start.noise,
-            "expert_models": [m.source.location + (f"@{m.source.revision}" if m.source.revision else "") for m in start.models],
-            "attention": start.attention, "router": start.router, "router_std": start.router_std, "seed": start.seed}  # fmt: skip
+def _parameters(job: _Job) -> dict[str, Any]:
+    s, start, router = job.choice.shape, job.start, job.start.router
+    found = {"experts": s.experts, "top_k": s.top_k, "granularity": s.granularity, "shared": s.shared,
+             "layers": None if len(job.layers) == job.source.count else list(job.layers),
+             "target": job.choice.target.model_type, "drop": start.drop, "noise": start.noise,
+             "expert_models": [m.source.location + (f"@{m.source.revision}" if m.source.revision else "") for m in start.models],
+             "attention": start.attention, "router": router.kind, "router_std": router.std, "seed": router.seed}  # fmt: skip
+    found |= {"expert_texts": list(router.texts)} if router.texts else {}
+    return found | (
+        {"calibration": router.calibration.as_dict()} if router.reads and router.calibration.as_dict() else {}
+    )
 
 
-def _notes(choice: Choice, start: Start, exact: bool) -> Iterator[str]:
-    target, s = choice.target, choice.shape
+def _notes(job: _Job, exact: bool) -> Iterator[str]:
+    target, s, start = job.choice.target, job.choice.shape, job.start
+    if target is SURGERY:
+        yield ("loads with trust_remote_code=True: stock transformers cannot compute it, its code goes along; other runtimes "
+               "(llama.cpp, vLLM) cannot run it")  # fmt: skip
     if s.shards > 1 and not whole_copies(target, s):
         where = "hardly ever" if exact else "about one token in a thousand, in each layer"
         yield (f"{target.model_type} chooses experts one by one: where the router's logits of two copies are equal a token gets "
                f"parts of both, in this dtype {where}; --target glm4_moe chooses whole copies")  # fmt: skip
-    if s.granularity > 1 and s.expert_width % 8:
+    if s.granularity > 1 and s.expert_width % 8 and target is not SURGERY:
         yield (f"experts of {s.expert_width} neurons: grouped matrix products in bf16 want a multiple of 8, and "
                "transformers stops there without one")  # fmt: skip
     if target.note:
@@ -385,5 +379,8 @@ def _gradient(s: Shape, start: Start) -> str:
                 "language-model loss")  # fmt: skip
     if not start.copies:
         return "the experts differ from the start: this is another function, and where training begins"
+    if s.shards > 1:
+        return ("the copies are identical, and the parts of a copy are not: the language-model loss weighs these against one "
+                "another, and copies differ as training goes on")  # fmt: skip
     return ("the experts are identical, so the router has no language-model gradient until they differ: train with the "
             "auxiliary loss, or begin with --drop or --noise")  # fmt: skip

@@ -176,3 +176,24 @@ def test_layers_that_are_not_routed_and_shared_experts_are_seen_as_mlps(tmp_path
         layers = analyze(open_checkpoint(tmp_path / name), SAMPLE).layers
         assert [(x.mlp and x.mlp.part, x.router and x.router.experts) for x in layers] == parts
     assert layers[0].mlp and layers[0].mlp.width == 40
+
+
+def test_router_load_of_a_block_that_travels(tmp_path: Path) -> None:
+    """Of which only the router is seen; layers that stayed dense are seen as MLPs."""
+    save_model("gemma3_text", tmp_path)
+    moe = upcycle(open_checkpoint(tmp_path), experts=4, router_std=0.3, layers=[0, 2])
+    layers = analyze(moe, SAMPLE).layers
+    assert [(x.mlp and x.mlp.part, x.router and x.router.experts) for x in layers] == [
+        (None, 4),
+        ("mlp", None),
+        (None, 4),
+    ]
+    walk, found = Walk(moe, IDS), []
+    for layer in walk:
+        if layer.index != 1:
+            router = layer.module.mlp.router
+            router.register_forward_hook(lambda m, i, out: found.append(after_first(i[0].detach()) @ m.weight.T))
+        layer.run()
+    for layer, logits in zip((layers[0], layers[2]), found, strict=True):
+        assert layer.router and layer.router.top_k == 2 and layer.router.active is None
+        assert torch.equal(layer.router.load, torch.bincount(logits.topk(2).indices.flatten(), minlength=4))

@@ -62,3 +62,33 @@ def test_an_expert_that_is_not_there(call: Call, model: Path) -> None:
 def test_a_granularity_that_does_not_divide(call: Call, model: Path) -> None:
     ran = call("upcycle", model, "--granularity", "7")
     assert_two_lines(ran, "granularity 7 does not divide 64 neurons", "8 does", code=2)
+
+
+def test_a_block_that_travels(call: Call, model: Path) -> None:
+    """By name, and verified by the code that goes along; what the routers do is shown."""
+    ran = call("upcycle", model, "--target", "surgery", "--experts", "4")
+    assert ran.code == 0 and "Verification passed" in ran.out and "trust_remote_code=True" in ran.out
+    assert "gradient of the routers" in ran.out and "warning: no gradient for the router" in ran.out
+    (out,) = model.parent.glob("model-surgery-4x-top2")
+    assert {p.name for p in out.glob("*.py")} == {"modeling_surgery.py", "experts_mlp.py"}
+
+
+def test_calibrated_routers(call: Call, model: Path) -> None:
+    """Planned without data; then the figures of each layer are in the record, and the scale is the stated one."""
+    options = ("--router", "centroids", "--drop", "0.5", "--experts", "4", "--tokens", "256", "--sequence-length", "32")
+    planned = call("upcycle", model, *options, "--dry-run", "--json")
+    assert planned.code == 0 and planned.json["exact"] is False
+    ran = call("upcycle", model, *options, "--no-verify", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["recipe"][0]["calibration"] == {"tokens": 256, "sequence_length": 32}
+    (report,) = ran.json["calibration"]
+    assert {k: report[k]["logit_std"] for k in "012"} == dict.fromkeys("012", 1.0)
+
+
+@pytest.mark.parametrize(("options", "seen"), [
+    (("--tokens", "256"), "text for a router that begins normal"),
+    (("--expert-text", "a.txt"), "texts of experts"),
+    (("--router", "class-means"), "class means of 0 texts for 0 models"),
+])  # fmt: skip
+def test_text_that_no_router_reads(options: tuple[str, ...], seen: str, call: Call, model: Path) -> None:
+    assert_two_lines(call("upcycle", model, *options), seen, "--router" if "class" not in seen else "--expert", code=2)

@@ -43,8 +43,8 @@ def refusal(operation: Callable[[], Checkpoint]) -> SurgeryError:
     ({"experts": 4, "top_k": 5}, "top-k 5 of 4 experts"),
     ({"experts": 1}, "top-k 2 of 1 experts"),
     ({"router_std": -0.02}, "-0.02"),
-    ({"layers": [1, 7]}, "layer 7 of a model with 3 layers"),
-    ({"layers": [-1]}, "layer -1"),
+    ({"layers": [1, 7]}, "layers [1, 7] of a model with 3"),
+    ({"layers": [-1]}, "layers [-1]"),
     ({"layers": []}, "no layer"),
     ({"target": "mixtal"}, "'mixtal'"),
 ])  # fmt: skip
@@ -54,23 +54,19 @@ def test_impossible_options_are_wrong_usage(options: dict[str, Any], seen: str) 
 
 
 @pytest.mark.parametrize(("checkpoint", "options", "seen", "hint"), [
-    (LLAMA, {"layers": [0, 1]}, "mixtral has experts in every layer", "leave --layers out"),
+    (LLAMA, {"layers": [0, 1], "target": "mixtral"}, "mixtral has experts in every layer", "leave --layers out"),
     (LLAMA, {"target": "qwen3_moe"}, "llama does not go into qwen3_moe", "--target auto"),
-    (fake("gemma2"), {}, "can hold a gemma2 exactly", "llama, mistral, qwen2"),
-    (fake("gpt2"), {}, "can hold a gpt2 exactly", "llama, mistral, qwen2"),
-    (fake("opt"), {}, "can hold a opt exactly", "llama, mistral, qwen2"),
-    (fake("llama", mlp_bias=True), {}, "mlp_bias is True", "custom code"),
-    (fake("llama", attention_bias=True), {"target": "mixtral"}, "attention_bias is True", "custom code"),
-    (fake("llama", attention_bias=True, head_dim=16), {}, "head_dim is 16", "custom code"),
-    (fake("granite", head_dim=16), {}, "head_dim is 16", "custom code"),
-    (fake("qwen2", use_sliding_window=True, sliding_window=4), {}, "use_sliding_window is True", "custom code"),
-    (fake("qwen3", use_sliding_window=True, sliding_window=4), {"target": "qwen3_moe"}, "use_sliding_window is True", "custom code"),
-    (fake("phi3", partial_rotary_factor=0.75), {"target": "mixtral"}, "partial_rotary_factor is 0.75", "custom code"),
+    (fake("opt"), {}, "can hold a opt exactly; opt keeps its MLP's matrices in the layer", "another model"),
+    (fake("opt"), {"target": "surgery"}, "opt keeps its MLP's matrices in the layer itself", "another model"),
+    (fake("llama", mlp_bias=True), {"target": "mixtral"}, "mlp_bias is True", "--target auto"),
+    (fake("llama", attention_bias=True), {"target": "mixtral"}, "attention_bias is True", "--target auto"),
+    (fake("granite", head_dim=16), {"target": "granitemoe"}, "head_dim is 16", "--target auto"),
+    (fake("qwen3", use_sliding_window=True, sliding_window=4), {"target": "qwen3_moe"}, "use_sliding_window is True", "--target auto"),
+    (fake("phi3", partial_rotary_factor=0.75), {"target": "mixtral"}, "partial_rotary_factor is 0.75", "--target auto"),
     (fake("phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-     {"target": "mixtral"}, "partial_rotary_factor is 0.5", "custom code"),
-    (fake("gemma", use_bidirectional_attention=True), {}, "use_bidirectional_attention is True", "custom code"),
-    (with_biases(LLAMA, "up_proj"), {}, "layer 0 has biases", "no native architecture"),
-    (with_biases(LLAMA, "gate_proj"), {}, "layer 0 has biases", "no native architecture"),
+     {"target": "mixtral"}, "partial_rotary_factor is 0.5", "--target auto"),
+    (with_biases(LLAMA, "up_proj"), {}, "layer 0 has biases", "--target surgery"),
+    (with_biases(LLAMA, "gate_proj"), {}, "layer 0 has biases", "--target surgery"),
     (upcycle(LLAMA), {}, "mixtral is a mixture of experts already", "dense"),
     (upcycle(fake("granite")), {}, "granitemoe is a mixture of experts already", "dense"),
     (upcycle(fake("qwen3"), layers=[0]), {}, "qwen3_moe is a mixture of experts already", "dense"),
@@ -80,6 +76,28 @@ def test_what_no_native_architecture_holds(
 ) -> None:
     error = refusal(lambda: upcycle(checkpoint, **options))
     assert seen in error.message and hint in error.hint
+
+
+@pytest.mark.parametrize(("checkpoint", "options", "why"), [
+    (fake("gemma2"), {}, "no native mixture-of-experts architecture can hold a gemma2 exactly"),
+    (fake("gpt2"), {}, "can hold a gpt2 exactly"),
+    (LLAMA, {"layers": [0, 1]}, "mixtral has experts in every layer"),
+    (fake("llama", mlp_bias=True), {}, "mixtral: mlp_bias is True"),
+    (fake("llama", attention_bias=True, head_dim=16), {}, "granitemoe: head_dim is 16"),
+    (fake("granite", head_dim=16), {}, "granitemoe: head_dim is 16"),
+    (fake("qwen2", use_sliding_window=True, sliding_window=4), {}, "qwen2_moe: use_sliding_window is True"),
+    (fake("gemma", use_bidirectional_attention=True), {}, "mixtral: use_bidirectional_attention is True"),
+    (fake("hunyuan_v1_dense"), {"granularity": 4, "shared": 2}, "hunyuan_v1_moe has 1 shared expert"),
+    (fake("smollm3"), {"granularity": 2}, "llama4_text has one shared expert"),
+])  # fmt: skip
+def test_what_travels_because_of_that(checkpoint: Checkpoint, options: dict[str, Any], why: str) -> None:
+    """With the reason, and with the code."""
+    result = upcycle(checkpoint, **options)
+    step = result.steps[-1]
+    assert step.parameters["target"] == "surgery" and step.exact and result.custom_code
+    assert why in step.notes[0] and step.notes[0].endswith(": so it travels with its code")
+    assert result.config["model_type"] == f"surgery_{checkpoint.config['model_type']}"
+    assert {f.name for f in result.files} == {"modeling_surgery.py", "experts_mlp.py"}
 
 
 def test_a_language_model_among_towers() -> None:

@@ -216,7 +216,9 @@ def test_each_kind_of_block_is_verified_layer_by_layer(name: str, workshop: Work
     ("llama", {"dense_first": 1, "layers": [1]}, "both --layers and --dense-first", "one"),
     ("llama", {"drop": 1.5}, "drop 1.5", "0 to 1"),
     ("llama", {"noise": -1.0}, "deviation -1.0", "0 or more"),
-    ("llama", {"router": "ones"}, "'ones'", "normal, zero"),
+    ("llama", {"router": "ones"}, "'ones'", "normal, zero, centroids, class-means"),
+    ("llama", {"router": "class-means"}, "0 texts for 0 models", "--expert-text FILE"),
+    ("llama", {"expert_texts": ["a"]}, "a router that begins normal", "--router class-means"),
     ("llama", {"attention": "mean"}, "'mean'", "base, average"),
     ("llama", {"attention": "average"}, "no models", "--expert"),
     ("llama", {"target": "deepseek_v3"}, "compressed keys and values", "glm4_moe"),
@@ -228,12 +230,13 @@ def test_impossible_shapes_are_wrong_usage(model: str, options: dict[str, Any], 
 
 @pytest.mark.parametrize(("model", "options", "seen", "hint"), [
     ("llama", {"shared": 1, "target": "mixtral"}, "mixtral has no shared expert", "--target"),
-    ("olmo2", {"shared": 1}, "flex_olmo has no shared expert", "another shape"),
-    ("smollm3", {"granularity": 2}, "llama4_text has one shared expert", "another shape"),
-    ("smollm3", {"shared": 0}, "llama4_text has one shared expert", "another shape"),
-    ("hunyuan_v1_dense", {"granularity": 4, "shared": 2}, "hunyuan_v1_moe has 1 shared expert", "another shape"),
+    ("olmo2", {"shared": 1}, "flex_olmo has no shared expert); the block of surgery shares parts of the MLP", "another shape"),
+    ("olmo2", {"shared": 1, "target": "surgery"}, "the block of surgery shares parts of the MLP", "another shape"),
+    ("smollm3", {"granularity": 2, "target": "llama4_text"}, "llama4_text has one shared expert", "another shape"),
+    ("smollm3", {"shared": 0, "target": "llama4_text"}, "llama4_text has one shared expert", "--target auto"),
+    ("hunyuan_v1_dense", {"granularity": 4, "shared": 2, "target": "hunyuan_v1_moe"}, "hunyuan_v1_moe has 1 shared expert", "another shape"),
     ("qwen2", {"target": "glm4_moe", "layers": [0, 1]}, "glm4_moe can keep only the first layers dense", "--layers"),
-    ("ernie4_5", {"layers": [0, 2]}, "ernie4_5_moe can keep only the first and the last", "--layers"),
+    ("ernie4_5", {"layers": [0, 2], "target": "ernie4_5_moe"}, "ernie4_5_moe can keep only the first and the last", "--layers"),
     ("qwen3", {"target": "dots1", "experts": 1, "top_k": 1}, "dots1 chooses among two experts", "another shape"),
 ])  # fmt: skip
 def test_shapes_that_no_target_has(model: str, options: dict[str, Any], seen: str, hint: str) -> None:
@@ -352,7 +355,7 @@ def test_experts_come_from_the_models_in_turn(family: list[Checkpoint]) -> None:
     assert made.tensors[query] is base.tensors[query]
     step = made.steps[-1]
     assert not step.exact and step.parameters["expert_models"] == [m.source.location for m in models]
-    assert upcycle(base, **step.parameters).tensors[EXPERT.format(0, 3, "w1")].read().equal(
+    assert upcycle(base, **{**step.parameters, "expert_models": models}).tensors[EXPERT.format(0, 3, "w1")].read().equal(
         made.tensors[EXPERT.format(0, 3, "w1")].read())  # fmt: skip
 
 

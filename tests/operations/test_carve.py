@@ -1,0 +1,231 @@
+"""A carved model: all experts active are the source, fewer compute what the chosen neurons of the source add.
+
+What could break it: neurons of gate, up, down or a bias that are put into different orders, a router of another layer, a
+choice that is not the one that was fitted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import logits_of, save_model
+
+from surgery.analysis import quality
+from surgery.checkpoint import Checkpoint, make_plan, open_checkpoint, write
+from surgery.demo import MODEL
+from surgery.errors import SurgeryError, UsageError
+from surgery.operations import carving
+from surgery.operations.carve import METHODS, carve
+
+SMALL = {"tokens": 768, "sequence_length": 64, "dtype": "fp32"}
+CUT = {"experts": 8, "active": 4, "calibration": SMALL}
+
+
+def source_of(name: str, folder: Path) -> Checkpoint:
+    save_model(name, folder)
+    return open_checkpoint(folder)
+
+
+def written(source: Checkpoint, folder: Path, **options: Any) -> tuple[Checkpoint, Any]:
+    """The carved checkpoint, and the model that transformers loads of it."""
+    output = carve(source, **options)
+    write(make_plan(output), folder, source=source)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.float32, output_loading_info=True
+    )
+    assert {k: v for k, v in info.items() if v} == {}
+    return output, model.eval()
+
+
+PARITY = [("llama", "random", "centroids", 0), ("qwen2", "kmeans", "centroids", 0), ("gemma3_text", "mass", "trained", 2),
+          ("phi3", "coactivation", "trained", 1), ("gpt2", "cmoe", "analytic", 2), ("falcon", "mass", "analytic", 0),
+          ("gpt_neox", "kmeans", "trained", 3), ("nemotron", "random", "trained", 1), ("llama tied", "cmoe", "analytic", 3)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "method", "router", "shared"), PARITY)
+def test_all_active_is_the_source(name: str, method: str, router: str, shared: int, tmp_path: Path) -> None:
+    source = source_of(name, tmp_path / "source")
+    output, model = written(source, tmp_path / "out", experts=8, active=8, shared=shared, method=method, router=router,
+                            calibration=SMALL)  # fmt: skip
+    assert output.exact and output.steps[-1].parameters["repair"] == "none"
+    expected = logits_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source").eval())
+    assert (logits_of(model) - expected).abs().max() <= 1e-5 * max(1, expected.std().item())
+    orders = [output.steps[-1].work.get(f"{i}.order") for i in range(3)]
+    assert all(o.sort().values.tolist() == list(range(len(o))) != o.tolist() for o in orders)
+
+
+@pytest.mark.parametrize("router", ["centroids", "trained", "analytic"])
+def test_a_token_passes_the_chosen_neurons(router: str, tmp_path: Path) -> None:
+    """The MLP of the loaded model against the source's, summed over the neurons of the experts that its router chose."""
+    source = source_of("llama", tmp_path / "source")
+    output, model = written(source, tmp_path / "out", router=router, shared=1, repair="none", **CUT)
+    order = output.steps[-1].work.get("1.order")
+    block, draw = model.model.layers[1].mlp, torch.Generator().manual_seed(0)
+    x = torch.randn(20, 32, generator=draw)
+    gate, up, down = (
+        source.tensors[f"model.layers.1.mlp.{p}_proj.weight"].read().float() for p in ("gate", "up", "down")
+    )
+    h = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
+    _, weights, chosen = block.router(x, block.act)
+    assert chosen.shape == (20, 3) and (weights == 1).all()
+    expected = torch.stack([
+        h[t, kept] @ down[:, kept].T
+        for t in range(20)
+        for kept in [order.view(8, 6)[torch.tensor([0, *(1 + chosen[t])])].flatten()]
+    ])  # fmt: skip
+    with torch.no_grad():
+        assert (block(x) - expected).abs().max() < 1e-5
+
+
+def test_the_shared_neurons_are_those_with_most_mass(tmp_path: Path) -> None:
+    """Of a layer one of whose neurons writes a hundred times as much as the others."""
+    save_model("llama", tmp_path)
+    source = open_checkpoint(tmp_path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    loud = source.tensors[name].map("one column louder", lambda t: t * torch.where(torch.arange(48) == 17, 100.0, 1.0))
+    output = carve(source.replace(tensors={**source.tensors, name: loud}), shared=1, **CUT)
+    output.steps[-1].work.folder()
+    assert 17 in output.steps[-1].work.get("0.order")[:6]
+
+
+@pytest.fixture(scope="module")
+def demo() -> dict[str, tuple[Checkpoint, quality.Quality]]:
+    """The embedded model, three of its layers carved by mass and at random, half of them active."""
+    source = open_checkpoint(MODEL)
+    options: dict[str, Any] = {
+        "experts": 16,
+        "active": 8,
+        "layers": [1, 3, 5],
+        "calibration": {"tokens": 2048, "dtype": "fp32"},
+    }
+    models = {"source": source, "mass": carve(source, **options), "plain": carve(source, repair="none", **options),
+              "random": carve(source, method="random", **options)}  # fmt: skip
+    found = quality.measure(models, quality.texts(source, 1024, 512))
+    return {name: (models[name], found[name]) for name in models}
+
+
+def test_mass_beats_random_by_far(demo: dict[str, tuple[Checkpoint, quality.Quality]]) -> None:
+    lost = {
+        n: q.perplexity["evaluation"] / demo["source"][1].perplexity["evaluation"] - 1 for n, (_, q) in demo.items()
+    }
+    assert lost["mass"] < 0.7 * lost["random"] and lost["mass"] < lost["plain"]
+    assert demo["mass"][1].agreement["evaluation"] > demo["random"][1].agreement["evaluation"]
+
+
+def test_what_was_fitted_is_reported(demo: dict[str, tuple[Checkpoint, quality.Quality]]) -> None:
+    report = demo["mass"][0].steps[-1].work.report
+    assert sorted(report) == ["1", "3", "5", "sample"]
+    for layer in (report[i] for i in "135"):
+        assert layer["repaired"] <= layer["error"]
+        assert 0.6 < layer["recall"] < layer["mass_recall"] <= 1
+    random = demo["random"][0].steps[-1].work.report
+    assert all(report[i]["repaired"] < random[i]["repaired"] for i in "135")
+
+
+def test_a_trained_router_learns_what_decides() -> None:
+    """Two experts, and the sign of one channel says which has the mass."""
+    draw = torch.Generator().manual_seed(0)
+    z = torch.randn(2000, 16, generator=draw)
+    gate = torch.zeros(8, 16)
+    gate[:4, 3], gate[4:, 3] = 1.0, -1.0
+    neurons = carving.Neurons(
+        gate=gate,
+        up=torch.randn(8, 16, generator=draw),
+        down=torch.randn(16, 8, generator=draw),
+        rule="plain",
+        act="relu",
+    )
+    rows = carving.Rows(z=z, y=neurons(z))
+    cut = carving.Cut(experts=2, active=1, shared=0, method="kmeans", router="trained", repair="none", seed=0)
+    entry = {"router": "mlp", "weights": "one", "factor": 1.0, "experts": 2, "top_k": 1, "group": 1, "gate": "gate",
+             "router_activation": "tanh", "router_width": 8, "router_bias": True}  # fmt: skip
+    carved, found = carving.fit(neurons, rows, cut, entry)
+    assert sorted(carved.order[:4].tolist()) in ([0, 1, 2, 3], [4, 5, 6, 7])
+    assert found["mass_recall"] == found["recall"] > 0.93 and found["oracle_error"] < 1e-10
+
+
+def test_nothing_is_calibrated_where_nothing_is_fitted(tmp_path: Path) -> None:
+    source = source_of("llama", tmp_path)
+    output = carve(source, method="kmeans", router="centroids", repair="none", **CUT)
+    order = output.steps[-1].work.get("2.order") if output.steps[-1].work.folder() else None
+    assert output.steps[-1].work.report == {} and "calibration" not in output.steps[-1].parameters
+    gate = torch.nn.functional.normalize(source.tensors["model.layers.2.mlp.gate_proj.weight"].read(), dim=1)
+    row = output.tensors["model.layers.2.mlp.router.weight"].read()[3]
+    assert torch.allclose(row, gate[order.view(8, 6)[3]].mean(0), atol=1e-6)
+
+
+def test_one_layer(tmp_path: Path) -> None:
+    source = source_of("llama", tmp_path)
+    output = carve(source, layers=[1], **CUT)
+    changed = {n for n in output.tensors if output.tensors[n] is not source.tensors.get(n)}
+    assert {n.split(".")[2] for n in changed} == {"1"} and output.config["surgery_blocks"][0]["layers"] == [1]
+    with pytest.raises(SurgeryError, match="layer 1 has a experts block already"):
+        carve(output, **CUT)
+    again = carve(output, layers=[0, 2], **CUT)
+    assert [e["layers"] for e in again.config["surgery_blocks"]] == [[1], [0, 2]]
+
+
+def test_an_interrupted_carving_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = source_of("llama", tmp_path / "source")
+    fitted: list[int] = []
+    real = carving.fit
+
+    def fit(*arguments: Any) -> Any:
+        fitted.append(1)
+        if len(fitted) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(carving, "fit", fit)
+    outputs = [carve(source, **CUT) for _ in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        outputs[0].steps[-1].work.prepare(tmp_path / "scratch")
+    outputs[1].steps[-1].work.prepare(tmp_path / "scratch")
+    assert len(fitted) == 4  # the second layer again, and the third; not the first
+    name = "model.layers.2.mlp.down_proj.weight"
+    assert torch.equal(outputs[1].tensors[name].read(), outputs[2].tensors[name].read())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_seed_gives_the_same_bytes(method: str, tmp_path: Path) -> None:
+    source = source_of("qwen2", tmp_path)
+    names = [f"model.layers.1.mlp.{n}" for n in ("down_proj.weight", "router.weight_in")]
+    first, second = (carve(source, method=method, layers=[1], **CUT) for _ in range(2))
+    assert all(torch.equal(first.tensors[n].read(), second.tensors[n].read()) for n in names)
+
+
+def test_what_is_read_is_said() -> None:
+    notes = carve(open_checkpoint(MODEL), experts=16, active=4, router="centroids").steps[-1].notes
+    mlp, router = 7 * 3 * 192 * 512, 7 * 16 * (192 + 1)
+    assert "4 of 16 parts of an MLP, 25% of its neurons" in notes[0]
+    assert f"reads {(mlp * 2 / 4 + 4 * router) / 1e6:.1f} of {mlp * 2 / 1e6:.1f} MB of the MLPs" in notes[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "seen"),
+    [
+        ({"experts": 15}, UsageError, "15 experts do not divide 512 neurons"),
+        ({"active": 17}, UsageError, "17 active parts of 16"),
+        ({"active": 4, "shared": 4}, UsageError, "4 active parts of 16, 4 of them shared"),
+        ({"shared": 15, "active": 16}, UsageError, "15 shared parts of 16"),
+        ({"experts": 1, "active": 1}, UsageError, "0 shared parts of 1"),
+        ({"method": "magic"}, UsageError, "'magic'"),
+        ({"router": "oracle"}, UsageError, "'oracle'"),
+        ({"repair": "reconstruct"}, UsageError, "'reconstruct'"),
+        ({"layers": [7]}, UsageError, "[7]"),
+        ({"calibration": {"token": 3}}, UsageError, "'token'"),
+    ],
+)
+def test_impossible_options(options: dict[str, Any], kind: type[Exception], seen: str) -> None:
+    with pytest.raises(kind) as caught:
+        carve(open_checkpoint(MODEL), **options)
+    assert seen in str(caught.value)
+
+
+def test_opt_has_no_block_to_take_the_place_of(tmp_path: Path) -> None:
+    with pytest.raises(SurgeryError, match="no module"):
+        carve(source_of("opt", tmp_path), **CUT)
