@@ -1,0 +1,75 @@
+"""What carved models are worth against the part of their neurons that is active: beside a random split and the oracle.
+
+  python benchmarks/carve.py MODEL                                      # 25, 50 and 75% of 16 parts, every method's default
+  python benchmarks/carve.py MODEL --active 75 --methods mass cmoe:analytic:3 kmeans:centroids random
+  python benchmarks/carve.py MODEL --relufy relu:ridge --experts 64 --active 30
+
+METHOD[:ROUTER[:SHARED]] is carved with its router and with the oracle, on built-in mixed text, and measured on held-out
+speeches, fp32. With --relufy ACTIVATION[-SPARSITY]:REPAIR the model is relufied first, in memory, and that is what the
+others are compared with. CPU minutes are of the sweep.
+"""
+
+import argparse
+import json
+import resource
+import time
+from typing import Any
+
+from surgery.analysis.carving import Point, Sweep, sweep
+from surgery.calibration.settings import Calibration
+from surgery.checkpoint import Checkpoint, open_checkpoint
+from surgery.operations.relufy import relufy
+
+
+def relufied(source: Checkpoint, what: str, tokens: int) -> Checkpoint:
+    """The model relufied in memory."""
+    swap, _, repair = what.partition(":")
+    activation, _, sparsity = swap.partition("-")
+    options: dict[str, Any] = {"sparsity": float(sparsity)} if sparsity else {}
+    return relufy(source, activation=activation, repair=repair or "ridge", calibration={"tokens": tokens}, **options)
+
+
+def rows(found: Sweep) -> list[dict[str, object]]:
+    return [_row(p, found.perplexity) for p in found.points if p.router]
+
+
+def _row(p: Point, dense: float) -> dict[str, object]:
+    def mean(values: list[float]) -> float:
+        return round(sum(values) / len(values), 3)
+
+    return {"method": p.method, "router": p.router, "active": round(p.fraction, 3), "perplexity": round(p.perplexity / dense, 3),
+            "agreement": round(p.agreement, 3), "error": round(p.error, 4), "worst layer": round(max(p.errors), 3),
+            "recall": mean(p.recall), "mass": mean(p.mass_recall)}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--active", default="25,50,75", help="percentages")
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--methods", nargs="+", default=["mass", "random"], metavar="METHOD[:ROUTER[:SHARED]]")
+    parser.add_argument("--repair", default="ridge")
+    parser.add_argument("--relufy", metavar="ACTIVATION[-SPARSITY]:REPAIR")
+    parser.add_argument("--relufy-tokens", type=int, default=16384)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--evaluate", type=int, default=4096)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    source = open_checkpoint(options.model)
+    if options.relufy:
+        source = relufied(source, options.relufy, options.relufy_tokens)
+    for method in options.methods:
+        name, router, shared, *_ = [*method.split(":"), "", ""]
+        start = time.process_time()
+        found = sweep(source, experts=options.experts, fractions=[float(p) / 100 for p in options.active.split(",")],
+                      method=name, router=router or "trained", shared=int(shared or 0), repair=options.repair, random=False,
+                      calibration=Calibration(tokens=options.tokens, dtype="fp32"), evaluated=options.evaluate)  # fmt: skip
+        minutes, peak = (time.process_time() - start) / 60, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        for row in rows(found):
+            row = {**row, "shared": found.shared, "repair": found.repair, "dense": round(found.perplexity, 2)}
+            print(json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
+        print(f"{method}: {minutes:.1f} CPU minutes, peak {peak:.2f} GB", flush=True)
+
+
+if __name__ == "__main__":
+    main()

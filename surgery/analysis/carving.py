@@ -1,0 +1,215 @@
+"""What a carved model is worth against the part of its neurons that is active, beside a random split and beside the oracle.
+
+One walk of the source carries a stream for each variant, calibration and held-out text side by side: a layer is carved on
+the stream that the variant's layers before it gave, put in, and run. Nothing is written.
+
+    perplexity  of held-out text; `agreement`: how often its most likely next token is the source's
+    error       of an MLP on held-out text: ‖y − ŷ‖² / ‖y‖², y what the source's MLP gives for the same input
+    oracle      the routed experts with most mass on a token, which no router can know without computing them all
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.calibration.data import Sample, sample_ids
+from surgery.calibration.settings import Calibration
+from surgery.calibration.walk import BATCH_TOKENS, Layer, Walk, choose_device, choose_dtype
+from surgery.checkpoint import Checkpoint
+from surgery.errors import UsageError
+from surgery.operations import carve, carving, repair
+
+FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+EVALUATED = 4096  # tokens
+
+
+@dataclass(kw_only=True)
+class Point:
+    """One variant: its split, its router ("oracle" among them), its active part; `errors`, `recall` and `mass_recall` by
+    layer that was carved."""
+
+    method: str
+    router: str
+    active: int
+    experts: int
+    perplexity: float = math.nan
+    agreement: float = math.nan
+    errors: list[float] = field(default_factory=list)
+    recall: list[float] = field(default_factory=list)
+    mass_recall: list[float] = field(default_factory=list)
+
+    @property
+    def fraction(self) -> float:
+        return self.active / self.experts
+
+    @property
+    def error(self) -> float:
+        """Mean over layers."""
+        return sum(self.errors) / len(self.errors) if self.errors else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep:
+    """`perplexity` is the source's; `tokens` were evaluated."""
+
+    source: str
+    model_type: str
+    repair: str
+    shared: int
+    layers: tuple[int, ...]
+    perplexity: float
+    tokens: int
+    sample: Sample
+    points: tuple[Point, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        points = [dataclasses.asdict(p) | {"fraction": p.fraction, "error": p.error} for p in self.points]
+        return {"source": self.source, "model_type": self.model_type, "repair": self.repair, "shared": self.shared,
+                "layers": list(self.layers), "perplexity": self.perplexity, "tokens": self.tokens,
+                "sample": self.sample.as_dict(), "points": points}  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class _Stream:
+    """A variant on its way: its hidden states, batch by batch."""
+
+    point: Point
+    job: carve.Job
+    hidden: list[Tensor]
+
+
+def sweep(checkpoint: Checkpoint, *, experts: int = 16, fractions: Sequence[float] = FRACTIONS, shared: int = 0,
+          method: str = "mass", router: str = "trained", repair: str = "ridge", seed: int = 0, random: bool = True, layers: Collection[int] | None = None,
+          calibration: Calibration | None = None, evaluated: int = EVALUATED,
+          progress: Callable[[int], None] = lambda layers: None) -> Sweep:  # fmt: skip
+    """The quality of `checkpoint` carved in each of these fractions: by `method` and at random, with `router` and with the
+    oracle. `random`: without it, by `method` alone. Parts are as in `carve`; of `shared`, one fewer than active at most.
+    """
+    settings = calibration or Calibration()
+    sample, held_out, batch = _texts(checkpoint, settings, evaluated)
+    device = choose_device(settings.device)
+    ids = torch.cat([sample.input_ids, held_out.input_ids])
+    walk = Walk(checkpoint, ids, dtype=choose_dtype(settings.dtype, device), device=device, batch_size=batch)
+    fitted = len(sample.input_ids) // batch  # batches
+    streams = []
+    for wanted in sorted(set(fractions)):
+        active = _parts(wanted, experts)
+        for split in dict.fromkeys((method, "random") if random else (method,)) if active < experts else ():
+            for gate in (router, "oracle"):
+                job = carve.check(checkpoint, experts=experts, active=active, shared=min(shared, active - 1), method=split,
+                                  router=gate, repair=repair, seed=seed, layers=layers, calibration=settings)  # fmt: skip
+                point = Point(method=split, router=gate, active=active, experts=experts)
+                streams.append(_Stream(point=point, job=job, hidden=list(walk.hidden)))
+    for layer in walk:
+        after = list(layer.outputs())
+        for stream in streams:
+            _advance(stream, layer, sample, after[:fitted], held_out)
+        layer.run()
+        progress(1)
+    return _scored(checkpoint, walk, streams, fitted, held_out, sample, _parts(max(fractions), experts) == experts,
+                   repair=repair, shared=shared, experts=experts)  # fmt: skip
+
+
+def _parts(fraction: float, experts: int) -> int:
+    """How many of the parts a fraction is. Raises UsageError where it is none."""
+    if not 0 < fraction <= 1:
+        raise UsageError(f"{fraction:.0%} of the experts active", "give percentages up to 100, like 25,50,75")
+    return max(1, round(fraction * experts))
+
+
+def _texts(checkpoint: Checkpoint, settings: Calibration, evaluated: int) -> tuple[Sample, Sample, int]:
+    """Calibration and held-out text in windows of one length, and rows of a batch, which divide those of the first."""
+    sample = settings.sample(checkpoint)
+    held_out = sample_ids(checkpoint, tokens=evaluated, sequence_length=settings.sequence_length)
+    rows = max(1, min(len(sample.input_ids), BATCH_TOKENS // sample.input_ids.shape[1]))
+    ids = sample.input_ids[: len(sample.input_ids) // rows * rows]
+    return dataclasses.replace(sample, input_ids=ids), held_out, rows
+
+
+def _advance(stream: _Stream, layer: Layer, sample: Sample, source: Sequence[Tensor], held_out: Sample) -> None:
+    """Carve the layer on the stream as it stands, and move the stream through it."""
+    job, point, fitted = stream.job, stream.point, len(source)
+    if layer.index not in job.layers:
+        stream.hidden[:] = list(layer.outputs(stream.hidden))
+        return
+    here = dataclasses.replace(layer, hidden=stream.hidden[:fitted])
+    rows = repair.observe(here, job.blocks, sample, source)
+    neurons = repair.Neurons.of(
+        job.blocks.mlp(layer.index), rule="plain", act=carve.activation(job.blocks), device=layer.device
+    )
+    carved, found = carving.fit(neurons, rows, job.cut, job.entry)
+    point.recall.append(found.get("recall", 1.0))
+    point.mass_recall.append(found.get("mass_recall", 1.0))
+    missed = total = 0.0
+    masks = held_out.mask.split(len(stream.hidden[0]))
+    with _replaced(layer, job.blocks.family.mlp, neurons, carved) as stand_in:
+        for b, out in enumerate(layer.outputs(stream.hidden)):
+            stream.hidden[b] = out
+            if b >= fitted:
+                mask = masks[b - fitted].to(out.device)
+                y, off = (t.reshape(*mask.shape, -1)[mask] for t in (stand_in.wanted, stand_in.given))
+                missed += (y - off).square().sum(dtype=torch.float64).item()
+                total += y.square().sum(dtype=torch.float64).item()
+    point.errors.append(missed / max(total, 1e-300))
+
+
+class _StandIn(nn.Module):
+    """The carved MLP in the place of the layer's own; what it gave last, and what the source's gives for that."""
+
+    def __init__(self, own: repair.Neurons, carved: carving.Carved) -> None:
+        super().__init__()
+        self.own, self.carved = own, carved
+        self.wanted = self.given = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1]).float()
+        self.wanted = self.own(flat)
+        self.given = self.carved(flat)
+        return self.given.to(x.dtype).view(x.shape)
+
+
+@contextmanager
+def _replaced(layer: Layer, mlp: str, own: repair.Neurons, carved: carving.Carved) -> Iterator[_StandIn]:
+    before, stand_in = getattr(layer.module, mlp), _StandIn(own, carved)
+    setattr(layer.module, mlp, stand_in)
+    try:
+        yield stand_in
+    finally:
+        setattr(layer.module, mlp, before)
+
+
+def _scored(checkpoint: Checkpoint, walk: Walk, streams: Sequence[_Stream], fitted: int, held_out: Sample, sample: Sample,
+            whole: bool, *, repair: str, shared: int, experts: int) -> Sweep:  # fmt: skip
+    """The logits of every stream against those of the source."""
+    ids = held_out.input_ids
+    perplexity, reference = _scores(walk.fork(checkpoint, walk.hidden[fitted:]), ids)
+    for stream in streams:
+        stream.point.perplexity, chosen = _scores(walk.fork(checkpoint, stream.hidden[fitted:]), ids)
+        stream.point.agreement = (chosen == reference).double().mean().item()
+    points = [s.point for s in streams]
+    if whole:
+        points.append(
+            Point(method="all", router="", active=experts, experts=experts, perplexity=perplexity, agreement=1.0)
+        )
+    return Sweep(source=checkpoint.source.location, model_type=str(checkpoint.config.get("model_type")), repair=repair,
+                 shared=shared, layers=streams[0].job.layers if streams else (), perplexity=perplexity,
+                 tokens=ids.numel() - len(ids), sample=sample, points=tuple(points))  # fmt: skip
+
+
+def _scores(walk: Walk, ids: Tensor) -> tuple[float, Tensor]:
+    """Perplexity, and the most likely token that follows each but the last [B, T - 1]."""
+    total, chosen = 0.0, torch.empty(len(ids), ids.shape[1] - 1, dtype=torch.long)
+    for (rows, positions), logits in walk.logits():
+        targets = ids[rows, positions.start + 1 : positions.stop + 1].to(logits.device)
+        flat = logits[:, : targets.shape[1]].float()
+        total += nn.functional.cross_entropy(flat.transpose(1, 2), targets, reduction="sum").item()
+        chosen[rows, positions.start : positions.start + targets.shape[1]] = flat.argmax(-1).cpu()
+    return math.exp(min(total / chosen.numel(), 700.0)), chosen

@@ -1,0 +1,129 @@
+"""`surgery carve`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from surgery.cli.options import Converting, calibrated, converting, execute
+from surgery.errors import UsageError
+
+METHODS = ("random", "kmeans", "coactivation", "cmoe", "mass")
+ROUTERS = ("centroids", "trained", "analytic")
+
+
+@click.command("carve")
+@click.option(
+    "--experts",
+    default=16,
+    show_default=True,
+    metavar="E",
+    help="Parts that each MLP is cut into, shared ones among them.",
+)
+@click.option("--active", type=int, metavar="A",
+              help="Parts that a token passes, shared ones among them. [default: three quarters]")  # fmt: skip
+@click.option(
+    "--shared", "shared_parts", default=0, show_default=True, metavar="S", help="Parts that every token passes."
+)
+@click.option(
+    "--method",
+    type=click.Choice(METHODS),
+    default="mass",
+    show_default=True,
+    help="Which neurons stand together, see below.",
+)
+@click.option(
+    "--router",
+    type=click.Choice(ROUTERS),
+    default="trained",
+    show_default=True,
+    help="What chooses among them, see below.",
+)
+@click.option("--repair", type=click.Choice(["none", "ridge"]), default="ridge", show_default=True,
+              help="none: the weights stay; ridge: refit down_proj.")  # fmt: skip
+@click.option("--seed", default=0, show_default=True, help="Decides what is drawn at random.")
+@click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
+@click.option(
+    "--sweep", metavar="LIST", help="Write nothing; show the quality with these percentages active, like 25,50,75,100."
+)
+@click.option(
+    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="With --sweep: draw it, as .png, .svg or .pdf."
+)
+@calibrated
+@converting
+def carve_command(shared: Converting, calibration: dict[str, Any], sweep: str | None, plot: Path | None, layers: str | None,
+                  active: int | None, shared_parts: int, **options: Any) -> int:  # fmt: skip
+    """Cut each MLP of MODEL into experts, of which a token passes some: its own neurons in another order behind a new
+    router, and no training. With all parts active it is the same function, which is verified. --sweep shows what fewer cost,
+    beside a random split and a router that knows. Without MODEL, the checkpoint in this folder.
+
+    \b
+    Methods:
+      random        for comparison
+      kmeans        balanced k-means of the rows of gate and up (LLaMA-MoE)
+      coactivation  balanced cut of the graph of neurons that fire together (MoEfication)
+      cmoe          balanced assignment of activation markers (CMoE)
+      mass          groups that hold as much as can be of what the active ones add
+    Routers:
+      centroids     the mean direction of an expert's rows of gate
+      trained       a small MLP, trained in seconds a layer for the experts with most mass
+      analytic      one neuron of each expert stands for it (CMoE)
+
+    \b
+    Examples:
+      surgery carve meta-llama/Llama-3.2-1B --active 12
+      surgery carve ./my-model --experts 32 --active 8 --shared 2 --dry-run
+      surgery carve ./my-model --sweep 25,50,75,100 --plot sweep.png
+      surgery carve ./my-model --method cmoe --router analytic --shared 3 --repair none
+    """
+    from surgery.operations.carve import carve
+    from surgery.recipe import parse_layers
+
+    if plot and not sweep:
+        raise UsageError("--plot draws a sweep", "give --sweep 25,50,75,100 with it")
+    options["shared"], chosen = shared_parts, parse_layers(layers)
+    if sweep:
+        _sweep(shared, calibration, _fractions(sweep), plot, chosen, options)
+        return 0
+    return execute(shared, lambda c: carve(c, active=active, layers=chosen, calibration=calibration, **options))
+
+
+def _fractions(text: str) -> list[float]:
+    """From "25,50". Raises UsageError for anything else."""
+    try:
+        return [float(part) / 100 for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{text!r} are no percentages", "write them like 25,50,75,100") from None
+
+
+def _sweep(shared: Converting, calibration: dict[str, Any], fractions: list[float], plot: Path | None,
+           layers: set[int] | None, options: dict[str, Any]) -> None:  # fmt: skip
+    from surgery import run
+    from surgery.analysis.carving import sweep
+    from surgery.calibration.settings import Calibration
+    from surgery.checkpoint import open_checkpoint
+    from surgery.cli import screen
+    from surgery.report import carving as report
+
+    if plot:
+        report.require_plot(plot)
+    silent = shared.quiet or shared.as_json
+    if silent:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    source = open_checkpoint(shared.model, revision=shared.revision, stream=shared.stream)
+    run.require_trust(source, shared.trust_remote_code)
+    with screen.Bars(quiet=silent).stage("carving", 0, "layer") as progress:
+        found = sweep(source, fractions=fractions, layers=layers, calibration=Calibration.of(calibration),
+                      progress=progress, **options)  # fmt: skip
+    if plot:
+        report.plot(found, plot)
+    if shared.as_json:
+        screen.echo_json(found.as_dict())
+    elif not shared.quiet:
+        for part in report.tables(found):
+            screen.show(part)
+        if plot:
+            screen.show(f"wrote {plot}")

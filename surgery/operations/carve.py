@@ -1,0 +1,296 @@
+"""Carving: each MLP is cut into experts, so that a token passes some of its neurons; no weight is added but a router's.
+
+The neurons are put into another order, and a router chooses among runs of them: with all experts active that is the same
+function. With fewer it is not, and `down_proj` is refitted to what is left (repair.py), on the stream that the carved
+layers before it give. No router of transformers gives its experts the weight 1, so that the block that computes it
+travels with the checkpoint (surgery/modeling/experts_mlp.py). The weight is 1 + u·score with u = 0, as in CMoE: through u
+a router can learn, once it is trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from surgery import modeling
+from surgery.calibration.settings import Calibration
+from surgery.checkpoint import Checkpoint, LazyTensor, Step, Work
+from surgery.checkpoint.tensors import derive
+from surgery.errors import SurgeryError, UsageError
+from surgery.families import Blocks, Mlp, locate
+from surgery.operations.sound import chosen_layers, require_plain, require_whole, with_blocks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from surgery.calibration.data import Sample
+    from surgery.calibration.walk import Layer, Walk
+    from surgery.operations.carving import Cut
+
+METHODS = ("random", "kmeans", "coactivation", "cmoe", "mass")
+ROUTERS = ("centroids", "trained", "analytic")
+REPAIRS = ("none", "ridge")
+ROUTER_WIDTH = 64  # of the trained one
+KINDS = {"centroids": "linear", "trained": "mlp", "analytic": "neurons", "oracle": "linear"}
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is to be done, checked: the same for every layer."""
+
+    blocks: Blocks
+    layers: tuple[int, ...]
+    experts: int
+    active: int
+    shared: int
+    method: str
+    router: str
+    repair: str
+    seed: int
+    calibration: Calibration
+
+    @property
+    def exact(self) -> bool:
+        return self.active == self.experts
+
+    @property
+    def needs_data(self) -> bool:
+        free = self.method == "random" or (self.method == "kmeans" and not self.shared)
+        return not (free and self.router == "centroids" and self.repair == "none")
+
+    @property
+    def width(self) -> int:
+        """Neurons of an expert."""
+        return self.blocks.mlp(self.layers[0]).width // self.experts
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        trained = self.router == "trained"
+        biased = trained or (self.router == "analytic" and self.blocks.mlp(self.layers[0]).biased)
+        return modeling.experts(self.blocks.family, self.layers, experts=self.experts - self.shared, width=self.width,
+                                top_k=self.active - self.shared, shared=self.shared * self.width, router=KINDS[self.router],
+                                weights="scaled", router_bias=biased, router_width=ROUTER_WIDTH if trained else 0)  # fmt: skip
+
+    @property
+    def cut(self) -> Cut:
+        from surgery.operations.carving import Cut
+
+        return Cut(experts=self.experts, active=self.active, shared=self.shared, method=self.method, router=self.router,
+                   repair=self.repair, seed=self.seed)  # fmt: skip
+
+
+def carve(checkpoint: Checkpoint, *, experts: int = 16, active: int | None = None, shared: int = 0, method: str = "mass",
+          router: str = "trained", repair: str = "ridge", seed: int = 0, layers: Collection[int] | None = None,
+          calibration: Calibration | Mapping[str, Any] | None = None) -> Checkpoint:  # fmt: skip
+    """The model with its MLPs cut into experts.
+
+    Args:
+        experts: parts of equal width that an MLP is cut into, the shared ones among them.
+        active: parts that a token passes, the shared ones among them; all of them is exactly the source. By default three
+            quarters.
+        shared: parts that every token passes, of the neurons that matter most on average.
+        method: which neurons stand together: "random", "kmeans", "coactivation", "cmoe" or "mass".
+        router: "centroids", "trained" or "analytic".
+        repair: "none" or "ridge" (refit down_proj in closed form).
+        seed: of what is drawn at random.
+        layers: default all.
+        calibration: what groups, routers and the repair are fitted on; see `Calibration`.
+
+    Raises SurgeryError where the family keeps its MLP in no module, or a layer was operated on already.
+    """
+    active = max(shared + 1, experts * 3 // 4) if active is None else active
+    _check_options(experts, active, shared, method, router, repair)
+    job = check(checkpoint, experts=experts, active=active, shared=shared, method=method, router=router,
+                repair=repair if active < experts else "none", seed=seed, layers=layers,
+                calibration=Calibration.of(calibration))  # fmt: skip
+    work = _work(checkpoint, job)
+    parameters: dict[str, Any] = {"experts": experts, "active": active, "shared": shared, "method": method,
+                                  "router": router, "repair": job.repair, "seed": seed}  # fmt: skip
+    parameters |= {} if layers is None else {"layers": list(job.layers)}
+    parameters |= {"calibration": job.calibration.as_dict()} if job.needs_data and job.calibration.as_dict() else {}
+    step = Step(operation="carve", parameters=parameters, exact=job.exact, layers=job.layers,
+                notes=_notes(checkpoint, job), work=work)  # fmt: skip
+    tensors = dict(checkpoint.tensors)
+    for index in job.layers:
+        tensors |= _carved(job, index, work)
+    return checkpoint.replace(step=step, tensors=tensors, **with_blocks(checkpoint, [job.entry]))
+
+
+# --- what is asked for --------------------------------------------------------------------------------------------------
+
+
+def _check_options(experts: int, active: int, shared: int, method: str, router: str, repair: str) -> None:
+    for what, value, known in (("method", method, METHODS), ("router", router, ROUTERS), ("repair", repair, REPAIRS)):
+        if value not in known:
+            raise UsageError(f"unknown {what} {value!r}", f"one of: {', '.join(known)}")
+    if not 0 <= shared <= experts - 2:
+        raise UsageError(f"{shared} shared parts of {experts}", "two at least must be left to choose between")
+    if not shared < active <= experts:
+        raise UsageError(f"{active} active parts of {experts}, {shared} of them shared",
+                         f"give {shared + 1} to {experts}: shared parts count among the active ones")  # fmt: skip
+
+
+def check(checkpoint: Checkpoint, *, layers: Collection[int] | None = None, **options: Any) -> Job:
+    """The job, checked against the checkpoint. Raises SurgeryError where it cannot be carved so."""
+    require_plain(checkpoint)
+    blocks = locate(checkpoint)
+    require_whole(blocks)
+    chosen = chosen_layers(blocks, layers)
+    for entry in checkpoint.config.get("surgery_blocks") or ():
+        if both := sorted(set(entry["layers"]) & set(chosen)):
+            raise SurgeryError(f"layer {both[0]} has a {entry['kind']} block already", "give the model from before that, or leave the layer out")  # fmt: skip
+    job = Job(blocks=blocks, layers=chosen, **options)
+    if not blocks.family.is_moe:
+        _check_width(blocks.mlp(chosen[0]).width, job.experts)
+    modeling.config_changes(checkpoint.config, [job.entry] if blocks.family.mlp or blocks.family.is_moe else [])
+    return job
+
+
+def _check_width(width: int, experts: int) -> None:
+    if width % experts:
+        near = sorted((n for n in range(2, 257) if width % n == 0), key=lambda n: abs(n - experts))[:3]
+        hint = f"{', '.join(map(str, sorted(near)))} would" if near else "no number up to 256 does"
+        raise UsageError(f"{experts} experts do not divide {width} neurons", hint)
+
+
+def _notes(checkpoint: Checkpoint, job: Job) -> tuple[str, ...]:
+    mlp = sum(checkpoint.tensors[n].numel for i in job.layers for n in job.blocks.mlp(i).names)
+    mlp_bytes = sum(checkpoint.tensors[n].nbytes for i in job.layers for n in job.blocks.mlp(i).names)
+    hidden, part = job.blocks.mlp(job.layers[0]).down.shape[0], job.active / job.experts
+    router = len(job.layers) * sum(_numel(s) for s in modeling.experts_tensors(job.entry, hidden).values())
+    left = checkpoint.parameters - mlp + mlp * part + router
+    read = mlp_bytes * part + router * FLOAT_BYTES
+    same = "all experts are active: the same function" if job.exact else (
+        f"a token passes {job.active} of {job.experts} parts of an MLP, {part:.0%} of its neurons")  # fmt: skip
+    return (same,
+            f"a token uses {left / 1e6:,.1f}M of {(checkpoint.parameters + router) / 1e6:,.1f}M parameters, and reads "
+            f"{read / 1e6:,.1f} of {mlp_bytes / 1e6:,.1f} MB of the MLPs, {router * FLOAT_BYTES / 1e6:,.1f} MB of it routers",
+            "loads with trust_remote_code=True: its code goes along; other runtimes (llama.cpp, vLLM) cannot run it")  # fmt: skip
+
+
+def _numel(shape: Sequence[int]) -> int:
+    n = 1
+    for size in shape:
+        n *= size
+    return n
+
+
+# --- what is planned ----------------------------------------------------------------------------------------------------
+
+
+def _carved(job: Job, index: int, work: Work) -> dict[str, LazyTensor]:
+    """The tensors of a layer: its MLP in another order, and its router."""
+    mlp, blocks = job.blocks.mlp(index), job.blocks
+    order = work.promise(f"{index}.order", "I64", (mlp.width,))
+    out = blocks.restored(index, _ordered(mlp, order, _down(job, index, work, order)))
+    for path, shape in modeling.experts_tensors(job.entry, mlp.down.shape[0]).items():
+        out[blocks.layer(index) + path] = work.promise(f"{index}.router.{path.rpartition('.')[2]}", "F32", shape)
+    return out
+
+
+def _down(job: Job, index: int, work: Work, order: LazyTensor) -> LazyTensor:
+    """down [H, F], its columns in this order, refitted where there is a repair."""
+    down = job.blocks.mlp(index).down
+    if job.repair == "none":
+        return derive("columns in order", lambda t, o: t[:, o], down, order, dtype=down.dtype, shape=down.shape)
+    return work.promise(f"{index}.down", down.dtype, down.shape)
+
+
+def _ordered(mlp: Mlp, order: LazyTensor, down: LazyTensor) -> Mlp:
+    def rows(t: LazyTensor | None) -> LazyTensor | None:
+        return t and derive("rows in order", lambda t, o: t[o], t, order, dtype=t.dtype, shape=t.shape)
+
+    up = rows(mlp.up)
+    assert up is not None
+    return dataclasses.replace(mlp, gate=rows(mlp.gate), up=up, down=down, gate_bias=rows(mlp.gate_bias),
+                               up_bias=rows(mlp.up_bias))  # fmt: skip
+
+
+def _work(checkpoint: Checkpoint, job: Job) -> Work:
+    from surgery.operations.carving import SAMPLED
+
+    parts = dataclasses.asdict(dataclasses.replace(job, blocks=None, calibration=None))  # type: ignore[arg-type]
+    source = "\n".join(f"{n} {t.identity()}" for n, t in sorted(checkpoint.tensors.items()))
+    data = job.calibration.identity if job.needs_data else ""
+    hidden, width = job.blocks.mlp(job.layers[0]).down.shape
+    layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(job.layers[0]))
+    peak = 3 * layer
+    if job.needs_data:
+        peak += 4 * (4 * job.calibration.tokens * hidden + 4 * SAMPLED + 3 * min(width, 11_008) ** 2)
+    return Work(f"carve {parts} {data}\n{source}", lambda work, progress: _run(checkpoint, job, work, progress),
+                total=job.blocks.count if job.needs_data else len(job.layers), peak_memory=peak)  # fmt: skip
+
+
+# --- what is computed ---------------------------------------------------------------------------------------------------
+
+
+def _run(checkpoint: Checkpoint, job: Job, work: Work, progress: Callable[[int], None]) -> None:
+    """Carve every layer, on a walk of what the carved ones before it give where there is anything to fit."""
+    if not job.needs_data:
+        for index in job.layers:
+            _fit(job, index, None, "cpu", work)
+            progress(1)
+        return
+    sample = job.calibration.sample(checkpoint)
+    work.note("sample", sample.as_dict())
+    walk = job.calibration.walk(checkpoint, sample.input_ids)
+    source = walk.twin()
+    for layer in walk:
+        for b, out in enumerate(layer.outputs(source)):
+            source[b] = out
+        if layer.index in job.layers:
+            if not work.has_all(f"{layer.index}."):
+                _fit_on_walk(layer, job, sample, source, work)
+            _install(layer, job, walk, work)
+        layer.run()
+        progress(1)
+
+
+def _fit_on_walk(layer: Layer, job: Job, sample: Sample, source: Sequence[Tensor], work: Work) -> None:
+    from surgery.operations import repair
+
+    _fit(job, layer.index, repair.observe(layer, job.blocks, sample, source), layer.device, work)
+
+
+def _fit(job: Job, index: int, rows: Any, device: str, work: Work) -> None:
+    """Carve a layer and put what was promised of it."""
+    from surgery.operations import carving, repair
+
+    neurons = repair.Neurons.of(job.blocks.mlp(index), rule="plain", act=activation(job.blocks), device=device)
+    carved, found = carving.fit(neurons, rows, job.cut, job.entry)
+    if found:
+        work.note(str(index), found)
+    assert carved.router is not None
+    work.put(f"{index}.order", carved.order)
+    for name, value in carved.router.named_parameters():
+        work.put(f"{index}.router.{name}", value)
+    if work.promised(f"{index}.down"):
+        work.put(f"{index}.down", carved.down)
+
+
+def activation(blocks: Blocks) -> str:
+    """The name of the MLP's activation."""
+    family = blocks.family
+    return str(blocks.checkpoint.text_config.get(family.activation_key) or family.activation)
+
+
+def _install(layer: Layer, job: Job, walk: Walk, work: Work) -> None:
+    """Put the carved MLP into the layer, as it will be on the disk."""
+    import torch
+
+    from surgery.modeling.experts_mlp import ExpertsMLP
+
+    blocks, index = job.blocks, layer.index
+    block = ExpertsMLP(getattr(layer.module, blocks.family.mlp), job.entry)
+    for name, _ in list(block.router.named_parameters()):
+        value = work.get(f"{index}.router.{name}").to(layer.device)
+        setattr(block.router, name, torch.nn.Parameter(value, requires_grad=False))
+    setattr(layer.module, blocks.family.mlp, block)
+    order = work.lazy(f"{index}.order")
+    mlp = _ordered(blocks.mlp(index), order, _down(job, index, work, order))
+    for path, tensor in blocks.restored(index, mlp).items():
+        module, _, kind = path.removeprefix(blocks.layer(index)).rpartition(".")
+        getattr(layer.module.get_submodule(module), kind).data.copy_(tensor.read())

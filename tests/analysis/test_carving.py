@@ -1,0 +1,60 @@
+"""The sweep of carved models: each point is what the written model would be worth.
+
+What could break it: streams of variants that mix, an error of other tokens than those held out, a router that is the oracle.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from surgery.analysis import quality
+from surgery.analysis.carving import Sweep, sweep
+from surgery.calibration.settings import Calibration
+from surgery.checkpoint import open_checkpoint
+from surgery.demo import MODEL
+from surgery.errors import UsageError
+from surgery.operations.carve import carve
+
+SETTINGS = Calibration(tokens=1536, dtype="fp32")  # three windows, a batch
+
+
+@pytest.fixture(scope="module")
+def swept() -> Sweep:
+    return sweep(open_checkpoint(MODEL), experts=8, fractions=[0.25, 0.75, 1], layers=[2, 5], calibration=SETTINGS,
+                 evaluated=1024)  # fmt: skip
+
+
+def test_a_point_is_the_written_model(swept: Sweep) -> None:
+    """The same text, the same carving: but for the rounding of down_proj to bf16."""
+    source = open_checkpoint(MODEL)
+    output = carve(source, experts=8, active=6, layers=[2, 5], calibration=SETTINGS)
+    found = quality.measure({"source": source, "output": output}, quality.texts(source, 1024, 512))
+    (point,) = (p for p in swept.points if (p.method, p.router, p.active) == ("mass", "trained", 6))
+    assert swept.perplexity == pytest.approx(found["source"].perplexity["evaluation"], rel=1e-5)
+    assert point.perplexity == pytest.approx(found["output"].perplexity["evaluation"], rel=4e-3)
+    assert point.agreement == pytest.approx(found["output"].agreement["evaluation"], abs=0.02)
+
+
+def test_the_order_of_the_variants(swept: Sweep) -> None:
+    """The oracle beats the router, the method beats random, more beats fewer; all is the source."""
+    at = {(p.method, p.router, p.active): p for p in swept.points}
+    assert len(at) == 9 and len(at["mass", "trained", 2].errors) == 2
+    for active in (2, 6):
+        for method in ("mass", "random"):
+            assert at[method, "oracle", active].error < at[method, "trained", active].error
+        for router in ("trained", "oracle"):
+            assert at["mass", router, active].error < at["random", router, active].error
+    assert at["mass", "trained", 6].perplexity < at["mass", "trained", 2].perplexity
+    assert at["all", "", 8].perplexity == swept.perplexity and at["all", "", 8].error == 0
+
+
+def test_layers_and_shared_parts() -> None:
+    found = sweep(open_checkpoint(MODEL), experts=8, fractions=[0.25], shared=4, layers=[4], random=False,
+                  calibration=SETTINGS, evaluated=512)  # fmt: skip
+    assert found.layers == (4,) and [len(p.errors) for p in found.points] == [1, 1]  # one of two parts shared
+    assert found.points[0].perplexity < 1.2 * found.perplexity
+
+
+def test_a_fraction_that_is_none() -> None:
+    with pytest.raises(UsageError, match="120%"):
+        sweep(open_checkpoint(MODEL), fractions=[1.2], calibration=SETTINGS, evaluated=512)

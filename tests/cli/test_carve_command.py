@@ -1,0 +1,73 @@
+"""The options of `surgery carve` reach the operation and the sweep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import Call, assert_two_lines
+
+from surgery.demo import MODEL
+
+FEW = ("--tokens", "512", "--sequence-length", "128", "--calibration-dtype", "fp32")
+
+
+def test_all_active_is_verified(call: Call, model: Path) -> None:
+    ran = call("carve", model, "--experts", "8", "--active", "8", "--method", "kmeans", "--router", "centroids")
+    assert ran.code == 0 and "Verification passed" in ran.out and "logits max" in ran.out
+    assert "note: all experts are active: the same function" in ran.out
+
+
+def test_options_are_recorded(call: Call, model: Path) -> None:
+    ran = call("carve", model, "--experts", "8", "--active", "4", "--shared", "2", "--method", "cmoe", "--router", "analytic",
+               "--repair", "none", "--seed", "3", "--layers", "1", *FEW, "--no-verify", "--json")  # fmt: skip
+    assert ran.code == 0, ran.err
+    step = ran.json["recipe"][0]
+    expected = {"operation": "carve", "experts": 8, "active": 4, "shared": 2, "method": "cmoe", "router": "analytic",
+                "repair": "none", "seed": 3, "layers": [1]}  # fmt: skip
+    assert {k: step[k] for k in expected} == expected
+    assert list(ran.json["calibration"][0]) == ["sample", "1"]
+
+
+def test_a_dry_run_says_what_is_active(call: Call, model: Path) -> None:
+    ran = call("carve", model, "--active", "4", "--dry-run")
+    assert (
+        ran.code == 0
+        and "4 of 16 parts of an MLP, 25% of its neurons" in ran.out
+        and "parameters, and reads" in ran.out
+    )
+    assert [p.name for p in model.parent.iterdir()] == [model.name]
+
+
+def test_a_sweep(call: Call, tmp_path: Path) -> None:
+    plot = tmp_path / "sweep.svg"
+    ran = call("carve", MODEL, "--sweep", "50,100", "--experts", "4", *FEW, "--plot", plot, "--layers", "1", "--json")
+    assert ran.code == 0, ran.err
+    found = {(p["method"], p["router"]): p for p in ran.json["points"]}
+    assert set(found) == {
+        ("mass", "trained"),
+        ("mass", "oracle"),
+        ("random", "trained"),
+        ("random", "oracle"),
+        ("all", ""),
+    }
+    assert found["mass", "trained"]["fraction"] == 0.5 and ran.json["layers"] == [1]
+    assert "perplexity, × source" in plot.read_text() or plot.stat().st_size > 5000
+
+
+def test_the_table_of_a_sweep(call: Call) -> None:
+    ran = call("carve", MODEL, "--sweep", "75", "--experts", "4", *FEW, "--layers", "3", "--method", "coactivation")
+    assert ran.code == 0, ran.err
+    assert "75% of the neurons give 1.0" in ran.out.splitlines()[0]
+    assert [line.split()[:3] for line in ran.out.splitlines() if line.startswith(("coact", "random"))][:2] == [
+        ["coactivation", "trained", "75%"], ["coactivation", "oracle", "75%"]]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    (("--sweep", "half"), ("'half'", "25,50,75,100")),
+    (("--plot", "a.png"), ("--plot draws a sweep",)),
+    (("--sweep", "50", "--plot", "a.gif"), ("a.gif", ".png, .svg, .pdf")),
+    (("--experts", "7"), ("7 experts do not divide 64 neurons", "2, 4, 8 would")),
+])  # fmt: skip
+def test_wrong_usage(options: tuple[str, ...], words: tuple[str, ...], call: Call, model: Path) -> None:
+    assert_two_lines(call("carve", model, *options), *words, code=2)
