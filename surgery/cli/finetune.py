@@ -1,0 +1,37 @@
+"""`surgery finetune-script`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("finetune-script")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path), default=".")
+@click.option("--dry-run", is_flag=True, help="Print the files and their sizes. Write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing.")
+def finetune_script_command(folder: Path, dry_run: bool, as_json: bool, quiet: bool) -> int:
+    """Write DIR/finetune again, in a checkpoint that surgery wrote: finetune.py, a script that trains what the conversion
+    changed and stands alone; fsdp2.yaml, zero3.yaml and axolotl.yaml; requirements.txt; smoke.txt, a little text to try
+    it on. Every conversion writes them; this replaces what was edited there.
+
+    \b
+    Examples:
+      surgery finetune-script ./llama-relu
+      surgery finetune-script ./llama-mixtral-8x-top2 --dry-run
+    """
+    from surgery import finetune
+    from surgery.cli import screen
+    from surgery.run import read_record
+
+    files = finetune.of_folder(folder, read_record(folder))
+    if not dry_run:
+        finetune.write(folder, files)
+    if as_json:
+        screen.echo_json({str(folder / name): len(data) for name, data in files.items()})
+    elif not quiet:
+        for name, data in files.items():
+            click.echo(f"{len(data):8,}  {folder / name}")
+    return 0

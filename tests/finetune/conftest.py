@@ -1,0 +1,69 @@
+"""Each conversion made once, and its script run in this process."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import save_model
+from scripts import OPERATIONS, SIZES, TINY, Converted
+
+from surgery import run
+from surgery.checkpoint import open_checkpoint
+from surgery.demo import MODEL
+
+
+@pytest.fixture(scope="session")
+def conversions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Converted]:
+    """Each made once, in bf16 as real ones are."""
+    root, made = tmp_path_factory.mktemp("converted"), dict[str, Converted]()
+
+    def convert(name: str) -> Converted:
+        if name not in made:
+            model, operation = OPERATIONS[name]
+            source, folder = root / f"{name} source", root / name
+            save_model(model, source, dtype=torch.bfloat16, **SIZES)
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(MODEL / file, source)
+            checkpoint = open_checkpoint(source)
+            run.convert(checkpoint, operation(checkpoint), folder, verify=False)
+            made[name] = Converted(source=source, folder=folder)
+        return made[name]
+
+    return convert
+
+
+@pytest.fixture
+def train(conversions: Callable[[str], Converted], tmp_path: Path) -> Callable[..., Path]:
+    """Skips without the extra `finetune`. `train("relufy", "--max_steps=8")` trains on smoke.txt in this process; the folder that it wrote."""
+    pytest.importorskip("trl")
+    numbers = itertools.count()
+
+    def train(converted: str | Converted, *arguments: str, module: Any = None) -> Path:
+        converted = conversions(converted) if isinstance(converted, str) else converted
+        out = tmp_path / f"trained {next(numbers)}"
+        text = converted.script.with_name("smoke.txt")
+        (module or converted.module()).main([*TINY, f"--data={text}", f"--output_dir={out}", *arguments])
+        return out
+
+    return train
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No bars, no cache of data sets outside the tests' folder, one thread."""
+    if importlib.util.find_spec("datasets"):
+        import datasets
+
+        datasets.disable_progress_bars()
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
