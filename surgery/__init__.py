@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from surgery.errors import SurgeryError, UsageError
 
 if TYPE_CHECKING:
-    from surgery.api import analyze, cast, inspect, open, relufy, upcycle, verify, write
+    from surgery.api import analyze, carve, cast, inspect, memory, open, relufy, splinify, upcycle, verify, write
 
 __version__ = "0.1.0"
-__all__ = ["SurgeryError", "UsageError", "analyze", "cast", "inspect", "open", "relufy", "upcycle", "verify", "write"]
+__all__ = ["SurgeryError", "UsageError", "analyze", "carve", "cast", "inspect", "memory", "open", "relufy", "splinify", "upcycle", "verify", "write"]
 
 
 def __getattr__(name: str) -> Any:

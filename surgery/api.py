@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surgery.checkpoint import Checkpoint, open_checkpoint, parse_size
+from surgery.operations.carve import carve
 from surgery.operations.cast import cast
+from surgery.operations.memory import memory
 from surgery.operations.relufy import relufy
+from surgery.operations.splines import splinify
 from surgery.operations.upcycle import upcycle
 from surgery.run import convert, verify_folder
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from surgery.analysis.weigh import Weights
     from surgery.verification import Verification
 
-__all__ = ["analyze", "cast", "inspect", "open", "relufy", "upcycle", "verify", "write"]
+__all__ = ["analyze", "carve", "cast", "inspect", "memory", "open", "relufy", "splinify", "upcycle", "verify", "write"]
 
 
 def open(location: str | Path, *, revision: str | None = None) -> Checkpoint:

@@ -10,5 +10,9 @@ class SurgeryError(Exception):
         self.hint = hint
 
 
+class Told(Exception):  # noqa: N818 - no error of its own
+    """This process of several ends, and the first of them says why."""
+
+
 class UsageError(SurgeryError):
     """The options contradict each other or the model; the command line exits 2 for it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-import re
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,25 +12,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from surgery import __version__, modeling
+from surgery import __version__, finetune, modeling
 from surgery.checkpoint import (
     Checkpoint,
     Plan,
+    add,
     check_space,
     check_target,
     finish,
     is_finished,
     make_plan,
     open_checkpoint,
+    remote,
     write,
 )
+from surgery.checkpoint.digest import Digest
 from surgery.checkpoint.integrity import damaged_shards, nonfinite, stray_weights
-from surgery.checkpoint.writer import RECORD
-from surgery.errors import SurgeryError, UsageError
+from surgery.checkpoint.lock import held
+from surgery.checkpoint.record import read_record
+from surgery.checkpoint.shared import Group
+from surgery.demo import MODEL
+from surgery.errors import SurgeryError
+from surgery.recipe import dump, of
+from surgery.report import card
 
 if TYPE_CHECKING:
     from surgery.verification import Row, Verification
 
+RECIPE = "recipe.yaml"
 BASE_MEMORY = 250_000_000  # measured: the interpreter with torch
 
 
@@ -63,8 +71,10 @@ class Result:
 
 
 def default_out(checkpoint: Checkpoint, suffix: str) -> Path:
-    """A sibling folder of a source on this disk, a folder here for one of the Hub: NAME-SUFFIX."""
+    """A sibling folder of a source on this disk, a folder here for another: NAME-SUFFIX."""
     location = Path(checkpoint.source.location).expanduser()
+    if location.resolve() == MODEL.resolve():
+        return Path(f"demo-{suffix}")
     if checkpoint.source.revision is None and location.exists():
         folder = location.resolve() if location.is_dir() else location.resolve().parent
         return folder.parent / f"{folder.name}-{suffix}"
@@ -90,54 +100,76 @@ def suffix(checkpoint: Checkpoint) -> str:
     return "-".join(parts) or "copy"
 
 
-def describe(plan: Plan, out: Path, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What `--dry-run` shows: every file with its size, bytes in all, peak memory, free space, notes."""
-    existing = next(p for p in (out, *out.resolve().parents) if p.exists())
-    return {
-        "out": str(out),
-        "model_type": checkpoint.config.get("model_type"),
-        "parameters": plan.parameters,
-        "bytes": plan.nbytes,
-        "shards": [{"name": s.name, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in plan.shards],
-        "files": sorted(plan.small),
-        "peak_memory": BASE_MEMORY + max([plan.peak_memory, *(s.work.peak_memory for s in checkpoint.steps if s.work)]),
-        "free_space": shutil.disk_usage(existing).free,
-        "exact": checkpoint.exact,
-        "fingerprint": plan.fingerprint,
-        "notes": [n for step in checkpoint.steps for n in step.notes],
-    }
-
-
 def convert(source: Checkpoint, output: Checkpoint, out: Path, *, max_shard_size: int | None = None,
             hardlink: bool = False, verify: bool = True, trust_remote_code: bool = False, command: str = "",
-            observer: Observer | None = None) -> Result:  # fmt: skip
+            observer: Observer | None = None, group: Group | None = None) -> Result:  # fmt: skip
     """Write `output`, which operations made of `source`, to the folder `out`; record it; verify it.
 
-    An interrupted run is taken up where it stopped; a finished one is only verified again.
+    An interrupted run is taken up where it stopped; a finished one is only verified again. The other processes of the
+    `group` call `assist`.
     Raises SurgeryError before the first byte for anything that can be known then.
     """
-    observer = observer or Silent()
+    observer, group = observer or Silent(), group or Group()
     require_trust(source, trust_remote_code)
+    card.metadata_of(source)  # fetched now, so that the Hub is not needed after hours of work
     plan = make_plan(output, max_shard_size)
+    for number, fingerprint in enumerate(group.gather(plan.fingerprint)):
+        if fingerprint != plan.fingerprint:
+            raise SurgeryError(f"process {number} of {group.size} would write another output than the first",
+                               "give all of them the same source, options and version of surgery")  # fmt: skip
     check_target(plan, out, source)
-    already = is_finished(plan, out)
-    if verify and not already:
-        require_names(source, output)
-    resumed = 0
+    already = group.broadcast(is_finished(plan, out))
     if not already:
+        if verify:
+            require_names(source, output)
         check_space(plan, out, hardlink)  # also for what a calibration will download
-        prepare(output, out, observer)
-        with observer.stage("writing", plan.nbytes, "B") as progress:
-            written = write(plan, out, source=source, hardlink=hardlink, hashed=verify, progress=progress)
-        resumed = written.resumed
-        record = make_record(output, plan, written.sha256, command)
-        finish(out, record)
+    with nullcontext() if already else held(out):
+        fresh: tuple[str, ...] = ()
+        resumed = 0
+        if not already:
+            prepare(output, out, observer)
+            group.broadcast(None)
+            with observer.stage("writing", plan.nbytes, "B") as progress:
+                written = write(
+                    plan, out, source=source, hardlink=hardlink, hashed=verify, progress=progress, group=group
+                )
+            fresh, resumed = tuple(n for n, digest in written.digests.items() if digest), written.resumed
+            record = make_record(output, plan, written.digests, command)
+            text = f"# surgery run {RECIPE} --out FOLDER\n{dump(of(output, max_shard_size=max_shard_size))}"
+            add(out, {RECIPE: text.encode(), **finetune.files(record, output.config)})
+            before = source if source.steps != output.steps else None
+            finish(
+                out, record, {} if verify else card.files(before, output, out, record)
+            )  # else the verification writes it
         shutil.rmtree(scratch(out), ignore_errors=True)
-    record = read_record(out)
-    fresh = () if already else tuple(n for n, digest in written.sha256.items() if digest)
-    verification = verify_folder(source, out, trust_remote_code, observer, fresh) if verify else None
-    return Result(folder=out, record=read_record(out) if verify else record, verification=verification, resumed=resumed,
+        verification = verify_folder(source, out, trust_remote_code, observer, fresh) if verify else None
+    return Result(folder=out, record=read_record(out), verification=verification, resumed=resumed,
                   already=already, notes=[n for step in output.steps for n in step.notes])  # fmt: skip
+
+
+def assist(source: Checkpoint, output: Checkpoint, out: Path, group: Group, *, max_shard_size: int | None = None,
+           hardlink: bool = False, verify: bool = True) -> None:  # fmt: skip
+    """The part of `convert` of a process that is not the first of its group: a share of the shards."""
+    plan = make_plan(output, max_shard_size)
+    group.gather(plan.fingerprint)
+    if group.broadcast(False):  # finished already
+        return
+    group.broadcast(None)  # once a calibration has left its results
+    prepare(output, out, Silent())
+    write(plan, out, source=source, hardlink=hardlink, hashed=verify, group=group)
+
+
+def is_delivered(output: Checkpoint, max_shard_size: int | None, url: str) -> bool:
+    """Whether the URL holds this very output. Raises SurgeryError where it holds something else."""
+    return remote.has_output(url, make_plan(output, max_shard_size).fingerprint)
+
+
+def deliver(result: Result, url: str, observer: Observer) -> None:
+    """Move a finished output to a URL."""
+    total = sum(p.stat().st_size for p in result.folder.rglob("*") if p.is_file())
+    with observer.stage("sending", total, "B") as progress:
+        remote.upload(result.folder, url, result.record["fingerprint"], progress)
+    shutil.rmtree(result.folder)
 
 
 def scratch(out: Path) -> Path:
@@ -194,37 +226,26 @@ def require_names(source: Checkpoint, output: Checkpoint) -> None:
                                "the checkpoint does not fit its config.json: fetch it again, or mend the config")  # fmt: skip
 
 
-def make_record(output: Checkpoint, plan: Plan, sha256: dict[str, str | None], command: str) -> dict[str, Any]:
+def make_record(output: Checkpoint, plan: Plan, digests: dict[str, Digest | None], command: str) -> dict[str, Any]:
     """The content of surgery.json: nothing in it depends on when or how often the command ran."""
     source, versions = output.source, {"python": platform.python_version()}
     versions["model-surgery"] = __version__  # a checkout that is not installed has no metadata
     for package in ("torch", "transformers", "safetensors", "huggingface-hub"):
         versions[package] = importlib.metadata.version(package)
     return {
+        "name": default_out(output, suffix(output)).name,
         "source": {"location": source.location, "revision": source.revision},
         "command": command,
         "recipe": [{"operation": s.operation, **s.parameters} for s in output.steps],
+        "notes": [n for s in output.steps for n in s.notes],
         "exact": output.exact,
         "layers": sorted({i for s in output.steps for i in s.layers}),
         "calibration": [s.work.report for s in output.steps if s.work],
         "versions": versions,
         "fingerprint": plan.fingerprint,
-        "shards": {s.name: {"bytes": s.nbytes, "sha256": sha256.get(s.name)} for s in plan.shards},
+        "shards": {s.name: {"bytes": s.nbytes, **(digests.get(s.name) or {"sha256": None})} for s in plan.shards},
         "verification": None,
     }
-
-
-def read_record(folder: Path) -> dict[str, Any]:
-    """surgery.json of an output. Raises SurgeryError where there is none, or none that can be read."""
-    try:
-        record = json.loads((folder / RECORD).read_bytes())
-    except FileNotFoundError:
-        raise SurgeryError(f"no {RECORD} in {folder}", "give a folder that surgery wrote, whole") from None
-    except ValueError as e:
-        raise SurgeryError(f"{folder / RECORD} is not valid JSON: {e}", "convert the model again") from None
-    if not isinstance(record, dict) or not isinstance(record.get("shards"), dict):
-        raise SurgeryError(f"{folder / RECORD} is no record of a conversion", "convert the model again")
-    return record
 
 
 def verify_folder(source: Checkpoint, folder: Path, trust_remote_code: bool = False, observer: Observer | None = None,
@@ -236,10 +257,10 @@ def verify_folder(source: Checkpoint, folder: Path, trust_remote_code: bool = Fa
     observer = observer or Silent()
     record = read_record(folder)
     require_trust(source, trust_remote_code)
-    rows, sha256 = check_files(source, folder, record["shards"], fresh, observer)
+    rows, digests = check_files(source, folder, record["shards"], fresh, observer)
     from surgery.verification import Verification, verify  # torch and transformers
 
-    verification = Verification(rows=tuple(rows), exact=bool(record["exact"]), dtype="")
+    verification, output = Verification(rows=tuple(rows), exact=bool(record["exact"]), dtype=""), None
     if verification.passed:
         output = open_checkpoint(folder)
         require_trust(output, trust_remote_code)
@@ -247,10 +268,10 @@ def verify_folder(source: Checkpoint, folder: Path, trust_remote_code: bool = Fa
             verification = verify(source, output, exact=bool(record["exact"]), layers=record["layers"] or None, repaired=_is_repaired(record),
                                   torn=_granularity(record), first=rows,
                                   progress=lambda what, done, total: progress(1))  # fmt: skip
-    for name, digest in sha256.items():
-        record["shards"][name]["sha256"] = digest
+    for name, digest in digests.items():
+        record["shards"][name] |= digest
     record["verification"] = verification.as_dict()
-    finish(folder, record)
+    finish(folder, record, {} if output is None else card.files(source, output, folder, record))
     return verification
 
 
@@ -267,13 +288,13 @@ def _granularity(record: dict[str, Any]) -> int:
 
 
 def check_files(source: Checkpoint, folder: Path, shards: dict[str, Any], fresh: Iterable[str],
-                observer: Observer) -> tuple[list[Row], dict[str, str]]:  # fmt: skip
+                observer: Observer) -> tuple[list[Row], dict[str, Digest]]:  # fmt: skip
     """Rows on the files: shards as recorded, no weights of another run, values of the source finite."""
     from surgery.verification import Row
 
     total = sum(s["bytes"] for name, s in shards.items() if name not in fresh) + source.nbytes
     with observer.stage("reading back", total, "B") as progress:
-        damaged, sha256 = damaged_shards(folder, shards, fresh, progress)
+        damaged, digests = damaged_shards(folder, shards, fresh, progress)
         bad = nonfinite(source.tensors, progress)
     stray = stray_weights(folder, shards)
     rows = [
@@ -282,17 +303,4 @@ def check_files(source: Checkpoint, folder: Path, shards: dict[str, Any], fresh:
     ]
     if bad:
         rows.append(Row(check="warning: NaN or Inf in the source", value=len(bad), detail=tuple(bad)))
-    return rows, sha256
-
-
-def parse_layers(text: str | None) -> set[int] | None:
-    """Layer numbers from "0-7,12,20-23". Raises UsageError for anything else."""
-    if text is None:
-        return None
-    chosen: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
-        if not match or int(match[2] or match[1]) < int(match[1]):
-            raise UsageError(f"{text!r} does not name layers", "write them like 0-7,12,20-23")
-        chosen |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return chosen
+    return rows, digests

@@ -1,4 +1,4 @@
-"""A Hub on localhost: what `huggingface_hub` asks for when it reads, and a count of what it asked for.
+"""A Hub on localhost: what `huggingface_hub` asks for when it reads and writes, and a count of what it asked for.
 
 with FakeHub() as hub:
     commit = hub.add("owner/name", {"config.json": b"{}"})
@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from hub_writes import ROUTES as WRITES
+from hub_writes import Writes
+
 Files = dict[str, bytes]
 
 
@@ -31,6 +34,8 @@ class Repository:
     refs: dict[str, str] = field(default_factory=dict)
     gated: bool = False
     lost: str = ""
+    private: bool = False
+    pulls: list[dict[str, Any]] = field(default_factory=list)
 
 
 class RefusedError(Exception):
@@ -51,6 +56,9 @@ class FakeHub:
         self.requests: Counter[str] = Counter()
         self.busy: list[int] = []
         self.busy_at = ""
+        self.large: dict[str, bytes] = {}  # what LFS holds, by sha256
+        self.held = ""  # the LFS object that hangs while it is sent
+        self.hanging, self.release = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -92,6 +100,17 @@ class FakeHub:
             if self.busy and self.busy_at in path:
                 raise RefusedError(self.busy.pop(0), "")
 
+    def wait_if_held(self, oid: str) -> None:
+        if oid == self.held:
+            self.hanging.set()
+            self.release.wait(60)
+
+    @staticmethod
+    def oid(path: str, data: bytes) -> str:
+        """What names the content: sha256 of what LFS keeps, git's hash of a blob."""
+        large = path.endswith(".safetensors")
+        return hashlib.sha256(data).hexdigest() if large else hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
     def find(self, name: str, revision: str) -> tuple[str, Files]:
         """The commit that `revision` names, and its files."""
         if name not in self.repositories:
@@ -107,6 +126,7 @@ class FakeHub:
 
 _NAME = r"(?P<name>[^/]+(?:/[^/]+)?)"
 _ROUTES = (
+    *((method, pattern.format(name=_NAME), name) for method, pattern, name in WRITES),
     (r"(?:GET|HEAD)", rf"/{_NAME}/resolve/(?P<revision>[^/]+)/(?P<file>.+)", "resolve"),
     (r"GET", rf"/api/models/{_NAME}/tree/(?P<revision>[^/]+)", "tree"),
     (r"POST", rf"/api/models/{_NAME}/paths-info/(?P<revision>[^/]+)", "paths_info"),
@@ -114,7 +134,7 @@ _ROUTES = (
 )
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Writes, BaseHTTPRequestHandler):
     hub: FakeHub
     protocol_version = "HTTP/1.1"
 
@@ -126,21 +146,32 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.refuse_if_busy(url.path)
             for method, pattern, name in _ROUTES:
                 if re.fullmatch(method, self.command) and (match := re.fullmatch(pattern, url.path)):
+                    self._refuse_strangers(match.groupdict().get("name") or "")
                     return getattr(self, name)(**{k: unquote(v or "main") for k, v in match.groupdict().items()})
             raise RefusedError(404, "")
+        except BrokenPipeError:
+            self.close_connection = True  # the client was killed
         except RefusedError as e:
             self.hub.count(f"{self.command} {url.path}")
             self._answer(e.status, b"{}", {"X-Error-Code": e.code, "X-Error-Message": e.code})
 
-    do_GET = do_HEAD = do_POST = _serve  # noqa: N815
+    do_GET = do_HEAD = do_POST = do_PUT = _serve  # noqa: N815
+
+    def _refuse_strangers(self, name: str) -> None:
+        """What is private is as good as absent without a token."""
+        repository = self.hub.repositories.get(name)
+        if repository is not None and repository.private and not self.has_token():
+            raise RefusedError(401, "RepoNotFound")
+
+    def refuse(self, status: int, code: str) -> None:
+        raise RefusedError(status, code)
 
     def info(self, name: str, revision: str) -> None:
         commit, files = self.hub.find(name, revision)
         sized = "blobs" in self.query
-        siblings = [
-            {"rfilename": f, **({"size": len(d), "blobId": _oid(d)} if sized else {})} for f, d in files.items()
-        ]
-        self._json({"_id": "0", "id": name, "modelId": name, "sha": commit, "private": False, "tags": [],
+        siblings = [{"rfilename": f, **(_sizes(f, d) if sized else {})} for f, d in files.items()]
+        self._json({"_id": "0", "id": name, "modelId": name, "sha": commit,
+                    "private": self.hub.repositories[name].private, "tags": [],
                     "gated": self.hub.repositories[name].gated and "manual", "downloads": 0, "likes": 0,
                     "siblings": siblings})  # fmt: skip
 
@@ -156,12 +187,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def resolve(self, name: str, revision: str, file: str) -> None:
         commit, files = self.hub.find(name, revision)
-        if self.hub.repositories[name].gated:
+        if self.hub.repositories[name].gated and not self.has_token():
             raise RefusedError(403, "GatedRepo")
         if file not in files or file == self.hub.repositories[name].lost:
             raise RefusedError(404, "EntryNotFound")
         data, status = files[file], 200
-        headers = {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{self.hub.oid(file, data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
             start, stop = int(match[1]), min(int(match[2] or len(data)) + 1, len(data))
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
@@ -185,9 +216,13 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-def _oid(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
-
-
 def _entry(path: str, data: bytes) -> dict[str, Any]:
-    return {"type": "file", "path": path, "size": len(data), "oid": _oid(data)}
+    sizes = _sizes(path, data)
+    large = {"lfs": {**sizes["lfs"], "oid": sizes["lfs"]["sha256"]}} if "lfs" in sizes else {}
+    return {"type": "file", "path": path, "size": len(data), "oid": sizes["blobId"], **large}
+
+
+def _sizes(path: str, data: bytes) -> dict[str, Any]:
+    oid = FakeHub.oid(path, data)
+    large = {"lfs": {"sha256": oid, "size": len(data), "pointerSize": 134}} if len(oid) == 64 else {}
+    return {"size": len(data), "blobId": oid[:40], **large}

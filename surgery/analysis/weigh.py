@@ -423,7 +423,7 @@ def _config_dtype(config: Mapping[str, Any]) -> str:
     """safetensors' name of the dtype. Without one, transformers assumes fp32, but no quantised model came from that."""
     name = _first({**config, **(config.get("text_config") or {})}, "dtype", "torch_dtype")
     name = name or ("bfloat16" if config.get("quantization_config") else "float32")
-    return next(short for short, (_, long) in DTYPES.items() if long == name)
+    return next((short for short, (_, long) in DTYPES.items() if long == name), "F32")
 
 
 def _by_dtype(shapes: Shapes) -> dict[str, int]:

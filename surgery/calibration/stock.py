@@ -75,8 +75,12 @@ def meta_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, devic
         if dtype == torch.float64:
             config._experts_implementation = "eager"
         options = {"dtype": dtype, "trust_remote_code": runs_custom_code(checkpoint)}
-        with arithmetic(dtype):
-            model = transformers.AutoModelForCausalLM.from_config(config, **options)
+        try:
+            with arithmetic(dtype):
+                model = transformers.AutoModelForCausalLM.from_config(config, **options)
+        except Exception as e:  # what it raises for a wrong value depends on the class
+            raise SurgeryError(f"transformers {transformers.__version__} cannot build the model of config.json: {_first_line(e)}",
+                               "upgrade transformers, or mend the config") from e  # fmt: skip
     model.config.output_router_logits = False  # the auxiliary loss wants router logits of layers that are not there
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -136,6 +140,10 @@ def check_names(checkpoint: Checkpoint) -> NameReport:
 # --- config -----------------------------------------------------------------------------------------------------------
 
 
+def _first_line(e: Exception) -> str:
+    return f"{(str(e).splitlines() or [''])[0][:200]} ({type(e).__name__})"
+
+
 @contextmanager
 def _folder(checkpoint: Checkpoint) -> Iterator[Path]:
     """A folder with the config and the custom code alone: what transformers wants to be shown."""
@@ -152,9 +160,8 @@ def _folder(checkpoint: Checkpoint) -> Iterator[Path]:
 def _parse(checkpoint: Checkpoint, folder: Path) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=runs_custom_code(checkpoint))
-    except (ValueError, KeyError) as e:
-        reason = str(e).splitlines()[0]
-        raise SurgeryError(f"transformers {transformers.__version__} cannot read config.json: {reason}",
+    except Exception as e:  # what it raises for a wrong value depends on the class
+        raise SurgeryError(f"transformers {transformers.__version__} cannot read config.json: {_first_line(e)}",
                            "upgrade transformers, or mend the config") from None  # fmt: skip
 
 

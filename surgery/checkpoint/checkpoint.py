@@ -44,6 +44,7 @@ class Checkpoint:
     steps: tuple[Step, ...] = ()
     shards: Mapping[str, SourceFile] = field(default_factory=dict)  # tensor -> the source file that holds it whole
     custom_code: bool = False
+    card: SourceFile | None = None  # the source's README.md, of which an output takes the metadata
 
     @property
     def text_config(self) -> Mapping[str, Any]:

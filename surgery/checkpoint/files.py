@@ -1,13 +1,15 @@
-"""Where a source's files are: a folder on this disk, or a Hub repository pinned to a commit."""
+"""Where a source's files are: a folder on this disk, a Hub repository pinned to a commit, or a URL."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.remote import RemoteFile, is_url, list_files
+from surgery.checkpoint.staging import KEEP, Staging
 from surgery.checkpoint.tensors import SourceFile
 from surgery.errors import SurgeryError, UsageError
 
@@ -34,7 +36,8 @@ class LocalFile:
 class HubFile:
     """A file of a Hub repository at a commit. Its header is read by range requests; `path` downloads it once.
 
-    `blob` is the name of its content in the hub cache, which every commit that has the same content shares.
+    `blob` is the name of its content in the hub cache, which every commit that has the same content shares. With
+    `staging` it is fetched there, unless the cache has it, and does not stay.
     """
 
     name: str
@@ -43,18 +46,28 @@ class HubFile:
     repo: str
     commit: str
     blob: str = ""
+    staging: Staging | None = field(default=None, compare=False)
 
     @property
     def missing(self) -> int:
-        """The bytes that `path` would fetch into the hub cache: all or none."""
+        """The bytes that `path` would fetch: all or none."""
         blob = _cache_folder() / f"models--{self.repo.replace('/', '--')}" / "blobs" / self.blob
         return 0 if blob.is_file() else self.size
 
     def path(self) -> Path:
         from huggingface_hub import hf_hub_download
 
+        if self.staging and self.missing:
+            return self.staging.path(self.name, self.size, self.identity, self._fetch)
         with hub_errors(self.repo):
             return Path(hf_hub_download(self.repo, self.name, revision=self.commit))
+
+    def _fetch(self, target: Path) -> None:
+        from huggingface_hub import hf_hub_download
+
+        with hub_errors(self.repo):
+            folder = target.with_name(f".{target.name}.folder")  # the client names the file itself
+            Path(hf_hub_download(self.repo, self.name, revision=self.commit, local_dir=folder)).replace(target)
 
     def read(self, start: int, stop: int) -> bytes:
         from huggingface_hub import hf_hub_url
@@ -68,7 +81,7 @@ class HubFile:
             return bytes(answer.content)
 
 
-File = LocalFile | HubFile
+File = LocalFile | HubFile | RemoteFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +111,22 @@ def _is_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".bin", ".index.json"))
 
 
-def open_store(location: str, revision: str | None = None) -> Store:
-    """The files of a folder, of the folder of a single weight file, or of a Hub id with an optional `@revision`."""
+def open_store(location: str, revision: str | None = None, stream: bool = False) -> Store:
+    """The files of a folder, of the folder of a single weight file, of a Hub id with an optional `@revision`, or of a URL.
+
+    `stream`: shards that are elsewhere are fetched when they are read and do not stay.
+    """
+    if is_url(location):
+        if revision:
+            raise SurgeryError(f"{location} is a URL: it has no revision {revision!r}", "leave --revision out")
+        return Store(location, None, None, {**list_files(location, Staging(location, KEEP if stream else None))})
     path = Path(location).expanduser()
     if path.is_dir():
         if revision:
             raise SurgeryError(f"{location} is a folder: it has no revision {revision!r}", "leave --revision out")
         return open_folder(path)
     if path.is_file():
-        return open_folder(path.parent, only=path.name)
+        return open_folder(path.parent, location=str(path), only=path.name)
     repo, _, tail = location.partition("@")
     if location.startswith((".", "/", "~")) or repo.count("/") > 1 or path.suffix in (".safetensors", ".bin", ".gguf"):
         raise SurgeryError(
@@ -114,10 +134,10 @@ def open_store(location: str, revision: str | None = None) -> Store:
         )
     if tail and revision and tail != revision:
         raise UsageError(f"{location} and --revision {revision} name two revisions", "give one of them")
-    return open_hub(repo, tail or revision)
+    return open_hub(repo, tail or revision, stream)
 
 
-def open_hub(repo: str, revision: str | None) -> Store:
+def open_hub(repo: str, revision: str | None, stream: bool = False) -> Store:
     """The files of a Hub repository, pinned to the commit that `revision` (default: main) now names."""
     from huggingface_hub import HfApi, constants, hf_hub_download
 
@@ -126,10 +146,11 @@ def open_hub(repo: str, revision: str | None) -> Store:
     with hub_errors(repo, revision):
         info = HfApi().model_info(repo, revision=revision, files_metadata=True)
         commit = str(info.sha)
-        files: dict[str, File] = {
-            s.rfilename: HubFile(s.rfilename, s.size or 0, f"{repo}@{commit}", repo, commit, _blob(s))
-            for s in info.siblings or ()
-        }
+        staging = Staging(f"{repo}@{commit}", KEEP) if stream else None
+        files: dict[str, File] = {}
+        for s in info.siblings or ():
+            staged = staging if s.rfilename.endswith(".safetensors") else None
+            files[s.rfilename] = HubFile(s.rfilename, s.size or 0, f"{repo}@{commit}", repo, commit, _blob(s), staged)
         if "config.json" in files:  # by the branch's name, so that the cache knows the branch when the Hub is off
             hf_hub_download(repo, "config.json", revision=revision)
     return Store(repo, commit, _cache_folder(), files)
@@ -147,8 +168,41 @@ def _cache_folder() -> Path:
 
 
 def bytes_to_fetch(files: Iterable[SourceFile]) -> int:
-    """What fetching these files adds to the hub cache, each of them once."""
-    return sum(f.missing for f in {f for f in files if isinstance(f, HubFile)})
+    """What is downloaded to read these files, each of them once."""
+    return sum(_missing(f) for f in set(files))
+
+
+def bytes_on_disk(files: Iterable[SourceFile]) -> int:
+    """What fetching these files occupies at most on the disk of the caches: of streamed shards the largest few alone."""
+    missing: dict[Staging | None, list[int]] = {}
+    for f in set(files):
+        missing.setdefault(getattr(f, "staging", None), []).append(_missing(f))
+    return sum(
+        sum(sorted(sizes, reverse=True)[: staging.keep if staging else None]) for staging, sizes in missing.items()
+    )
+
+
+def bytes_streamed(order: Iterable[SourceFile]) -> int:
+    """What is downloaded to read streamed shards in this order, again where one had to leave meanwhile."""
+    total, held = 0, dict[SourceFile, None]()
+    for file in order:
+        if file not in held:
+            total += _missing(file)
+            if len(held) == KEEP:
+                del held[next(iter(held))]
+        held.pop(file, None)
+        held[file] = None
+    return total
+
+
+def is_streamed(file: SourceFile) -> bool:
+    """Whether it may have to be fetched again each time that the source is read."""
+    staging = getattr(file, "staging", None)
+    return staging is not None and staging.keep is not None
+
+
+def _missing(file: SourceFile) -> int:
+    return file.missing if isinstance(file, HubFile) else file.size if isinstance(file, RemoteFile) else 0
 
 
 def _open_cached(repo: str, revision: str | None) -> Store:
@@ -174,13 +228,23 @@ class hub_errors:  # noqa: N801
         if error is None or not isinstance(error, Exception) or isinstance(error, SurgeryError):
             return
         reasons: tuple[object, ...] = (error,)
-        if type(error).__name__ == "LocalEntryNotFoundError":
-            reasons = (error.__cause__, error)  # why it was not fetched: the Hub is busy, or out of reach
+        if type(error).__name__ in ("LocalEntryNotFoundError", "RuntimeError"):
+            reasons = (error.__cause__, error)  # why it was not fetched or sent: the Hub is busy, or out of reach
         for reason, (name, message, hint) in itertools.product(reasons, _HUB_ERRORS):
             if any(c.__name__ == name for c in type(reason).__mro__):
+                if _refused(reason):
+                    raise SurgeryError(f"this account may not write to {self.repo}",
+                                       "`hf auth login` or set HF_TOKEN, with a token that may write") from error  # fmt: skip
                 status = getattr(getattr(reason, "response", None), "status_code", "")
                 text = message.format(repo=self.repo, revision=self.revision or "main", status=status)
                 raise SurgeryError(text, hint.format(repo=self.repo)) from error
+
+
+def _refused(error: object) -> bool:
+    """Whether the Hub did not let this account write."""
+    response = getattr(error, "response", None)
+    request = getattr(response, "request", None)
+    return getattr(response, "status_code", 0) in (401, 403) and getattr(request, "method", "GET") in ("POST", "PUT")
 
 
 # exception, message, hint: first match along the exception's classes

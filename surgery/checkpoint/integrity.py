@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.digest import Digest, differing, of_file
 from surgery.checkpoint.tensors import DTYPES, LazyTensor
-from surgery.checkpoint.writer import hash_file
 
 _PIECE = 8 << 20  # bytes looked at at a time
 # The exponent bits; all set means Inf or NaN.
@@ -15,26 +15,29 @@ _EXPONENT = {"F64": 0x7FF << 52, "F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F8
 
 
 def damaged_shards(folder: Path, shards: Mapping[str, Any], trusted: Iterable[str] = (),
-                   progress: Callable[[int], None] = lambda n: None) -> tuple[list[str], dict[str, str]]:  # fmt: skip
-    """Hash the recorded shards: those that are absent or not what was recorded, and the sha256 of each.
+                   progress: Callable[[int], None] = lambda n: None) -> tuple[list[str], dict[str, Digest]]:  # fmt: skip
+    """Hash the recorded shards: those that are absent or not what was recorded, with the tensors that differ, and the
+    digests of the others.
 
-    `shards` maps names to {"bytes", "sha256"} (None: not taken yet); `trusted` were hashed by this very run.
+    `shards` maps names to {"bytes", "sha256", "crc32"} (the last two: where they have been taken); `trusted` were hashed by
+    this very run.
     """
     damaged: list[str] = []
-    found: dict[str, str] = {}
+    found: dict[str, Digest] = {}
     for name, recorded in shards.items():
         path, expected = folder / name, recorded.get("sha256")
         if name in trusted and expected:
-            found[name] = expected
             continue
         if not path.is_file() or path.stat().st_size != recorded.get("bytes"):
             damaged.append(f"{name} is {'absent' if not path.is_file() else f'{path.stat().st_size:,} bytes long'}")
             continue
-        digest = hash_file(path, progress)
-        if expected not in (None, digest):
-            damaged.append(f"{name} has sha256 {digest[:12]}…, recorded {expected[:12]}…")
-        else:
+        digest = of_file(path, progress)
+        if expected in (None, digest["sha256"]):
             found[name] = digest
+            continue
+        where = differing(path, recorded.get("crc32") or "", digest["crc32"])
+        named = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
+        damaged.append(f"{name} has sha256 {digest['sha256'][:12]}…, recorded {expected[:12]}…: {named} differs")
     return damaged, found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from surgery.checkpoint.checkpoint import Checkpoint, Source
+from surgery.checkpoint.config import check
 from surgery.checkpoint.files import File, Store, open_store
 from surgery.checkpoint.header import read_header
 from surgery.checkpoint.legacy import read_legacy
@@ -24,12 +25,14 @@ SIDE_FILES = (
 )  # fmt: skip
 
 
-def open_checkpoint(location: str | Path, *, revision: str | None = None) -> Checkpoint:
-    """Open a folder, a single .safetensors file, or a Hub id ("owner/name", "owner/name@revision").
+def open_checkpoint(location: str | Path, *, revision: str | None = None, stream: bool = False) -> Checkpoint:
+    """Open a folder, a single .safetensors file, a Hub id ("owner/name", "owner/name@revision") or a URL (s3://…).
+
+    `stream`: keep no copy of shards that are fetched, but the last few that were read.
 
     Raises SurgeryError for what is missing, damaged, or not a Hugging Face checkpoint.
     """
-    store = open_store(str(location), revision)
+    store = open_store(str(location), revision, stream)
     config = read_config(store)
     tensors, shards = _read_tensors(store)
     folder = None if store.folder is None else str(store.folder.resolve())
@@ -40,6 +43,7 @@ def open_checkpoint(location: str | Path, *, revision: str | None = None) -> Che
         source=Source(location=store.location, revision=store.revision, folder=folder),
         shards=shards,
         custom_code=bool(config.get("auto_map")),
+        card=store.files.get("README.md"),
     )
 
 
@@ -55,7 +59,7 @@ def read_config(store: Store) -> dict[str, Any]:
         if any(n.endswith(".gguf") for n in store.files):
             hint = "GGUF is an inference format: give the Hugging Face checkpoint that it was made from"
         raise SurgeryError(f"no config.json in {store.location}", hint)
-    return read_json(store.files["config.json"], store)
+    return check(read_json(store.files["config.json"], store), f"config.json of {store.location}")
 
 
 def read_json(file: File, store: Store) -> dict[str, Any]:
@@ -63,6 +67,7 @@ def read_json(file: File, store: Store) -> dict[str, Any]:
     where = f"{file.name} of {store.location}"
     try:
         value = json.loads(file.path().read_bytes())
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is read and could not be written
     except (ValueError, RecursionError) as e:
         raise SurgeryError(f"{where} is not valid JSON: {e}", "mend or fetch it again") from None
     if not isinstance(value, dict):

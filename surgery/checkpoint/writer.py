@@ -4,79 +4,113 @@ Extents are copied by the kernel (`copy_file_range`, which shares the blocks on 
 flat whatever the size. A shard has a temporary name until it is whole and synced; config.json comes last, so a folder
 that has one is whole. `surgery.partial.json` marks a folder as ours and unfinished, and holds the plan's fingerprint:
 the same command goes on from the finished shards, another one is refused.
+
+Several processes (see `shared`) divide the shards; the first does everything else. Nothing but creating, renaming and
+looking up files is asked of the file system that they share.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
-import hashlib
-import io
 import json
 import os
-import queue
 import shutil
-import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from surgery.checkpoint.checkpoint import Checkpoint
 from surgery.checkpoint.compat import dump
-from surgery.checkpoint.files import bytes_to_fetch
+from surgery.checkpoint.digest import Digest
+from surgery.checkpoint.files import bytes_on_disk
+from surgery.checkpoint.lock import HELD, LOCK
 from surgery.checkpoint.plan import INDEX, Plan, Shard
-from surgery.checkpoint.tensors import LazyTensor, SourceFile
+from surgery.checkpoint.record import RECORD
+from surgery.checkpoint.shared import Group, divide
+from surgery.checkpoint.staging import cache_home
+from surgery.checkpoint.stream import Progress, stream
+from surgery.checkpoint.tensors import SourceFile
 from surgery.errors import SurgeryError
 
 MARKER = "surgery.partial.json"
-RECORD = "surgery.json"
-CHUNK = 64 << 20  # a step of the progress bar, and of the kernel's copy
-WINDOW = 256 << 20  # what is written between two flushes
 SLACK = 16 << 20  # left free on the disk
-
-Progress = Callable[[int], None]
+PATIENCE = 90.0  # seconds in which a shared file system shows one machine what another has written
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What was written where: the sha256 of each shard (where asked for), how many shards an earlier run had finished."""
+    """What was written where: the digest of each shard (where asked for), how many shards an earlier run had finished."""
 
     folder: Path
-    sha256: dict[str, str | None]
+    digests: dict[str, Digest | None]
     resumed: int
 
 
 def write(plan: Plan, out: Path, *, source: Checkpoint, hardlink: bool = False, hashed: bool = True,
-          progress: Progress = lambda n: None) -> Written:  # fmt: skip
+          progress: Progress = lambda n: None, group: Group | None = None) -> Written:  # fmt: skip
     """Write the plan to the folder `out`, or go on with it. `progress` is told the bytes as they are written.
 
     Args:
         hardlink: where a shard is a source file unchanged, link to it instead of copying (same file system only).
-        hashed: take each shard's sha256 while it is written; linked and already finished shards are not read for it.
+        hashed: take each shard's digest while it is written; linked and already finished shards are not read for it.
+        group: the processes that share the work; `write` returns in the first when all is there, in the others before.
 
     Raises SurgeryError, before the first byte, for a folder that is not ours to write or a disk that is too small.
     """
+    group = group or Group()
+    if not group.rank:
+        _begin(plan, out, source, hardlink)
+    done = group.broadcast([s.name for s in plan.shards if _has(out / s.name, s.nbytes)])
+    if not _appears(out / MARKER, None, group):
+        raise SurgeryError(f"{out} is not the folder that the first process writes",
+                           "give --out on a file system that all of the processes share")  # fmt: skip
+    if not group.rank:
+        progress(sum(s.nbytes for s in plan.shards if s.name in done))
+    todo = [s for s in plan.shards if s.name not in done]
+    progress = group.counting(progress)
+    mine = [todo[i] for i in divide([s.nbytes for s in todo], group)]
+    digests: dict[str, Digest | None] = {}
+    for part in group.gather({s.name: _write_shard(s, out, hardlink, hashed, progress) for s in mine}):
+        digests |= part
+    if not group.rank:
+        _end(plan, out, group)
+    return Written(folder=out, digests=digests, resumed=len(done))
+
+
+def _begin(plan: Plan, out: Path, source: Checkpoint, hardlink: bool) -> None:
+    """Mark the folder as ours, and write the side files."""
     check_target(plan, out, source)
     check_space(plan, out, hardlink)
     out.mkdir(parents=True, exist_ok=True)
-    with _claimed(plan, out):
-        done = {s.name for s in plan.shards if _has(out / s.name, s.nbytes)}
-        for name in plan.small:
-            if name not in (INDEX, "config.json"):
-                _write_small(out / name, plan.small[name])
-        progress(sum(s.nbytes for s in plan.shards if s.name in done))
-        todo = [s for s in plan.shards if s.name not in done]
-        sha256 = {s.name: _write_shard(s, out, hardlink, hashed, progress) for s in todo}
-        for name in (INDEX, "config.json"):
-            if name in plan.small:
-                _write_small(out / name, plan.small[name])
-        _sync_folder(out)
-    return Written(folder=out, sha256=sha256, resumed=len(done))
+    if not (out / MARKER).exists():
+        _write_small(out / MARKER, dump({"fingerprint": plan.fingerprint}))
+    for name in plan.small:
+        if name not in (INDEX, "config.json"):
+            _write_small(out / name, plan.small[name])
 
 
-def finish(out: Path, record: dict[str, object]) -> None:
-    """Write surgery.json, and take the mark of an unfinished output away."""
+def _end(plan: Plan, out: Path, group: Group) -> None:
+    """What makes the folder a model, once every shard is there."""
+    for shard in plan.shards:
+        if not _appears(out / shard.name, shard.nbytes, group):
+            raise SurgeryError(f"{out / shard.name} was written and is not there", "run the same command again")
+    for name in (INDEX, "config.json"):
+        if name in plan.small:
+            _write_small(out / name, plan.small[name])
+    _sync_folder(out)
+
+
+def add(out: Path, files: Mapping[str, bytes]) -> None:
+    """Write these beside the model."""
+    for name, data in files.items():
+        _write_small(out / name, data)
+
+
+def finish(out: Path, record: dict[str, object], files: Mapping[str, bytes] | None = None) -> None:
+    """Write `files` and surgery.json, and take the mark of an unfinished output away."""
+    add(out, files or {})
     _write_small(out / RECORD, dump(record))
     (out / MARKER).unlink(missing_ok=True)
     _sync_folder(out)
@@ -93,7 +127,7 @@ def check_target(plan: Plan, out: Path, source: Checkpoint) -> None:
             raise SurgeryError(f"the output {out} would stand inside {what} {folder}", "give another folder with --out")
     if out.exists() and not out.is_dir():
         raise SurgeryError(f"the output {out} is a file", "give a folder with --out")
-    if not out.exists() or all(p.name == _partial(out / MARKER).name for p in out.iterdir()):
+    if not out.exists() or {p.name for p in out.iterdir()} <= {_partial(out / MARKER).name, LOCK, HELD}:
         return  # nothing, or killed before the mark was whole
     begun = _fingerprint_of(out / MARKER)
     if begun is None and (finished := _fingerprint_of(out / RECORD)) is None:
@@ -121,31 +155,15 @@ def _fingerprint_of(file: Path) -> str | None:
 
 
 def _hub_cache() -> Path:
-    """Without importing huggingface_hub, which reads the same variables."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")  # noqa: PTH118
-    return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
-
-
-@contextlib.contextmanager
-def _claimed(plan: Plan, out: Path) -> Iterator[None]:
-    """Mark the folder as ours and hold a lock on the mark: a second run into the same folder is refused."""
-    marker = out / MARKER
-    if not marker.exists():
-        _write_small(marker, dump({"fingerprint": plan.fingerprint}))
-    with marker.open("rb") as f:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise SurgeryError(f"another process is writing {out}", "wait for it, or give another --out") from None
-        yield
+    return Path(os.environ.get("HF_HUB_CACHE") or cache_home() / "hub").expanduser()
 
 
 def check_space(plan: Plan, out: Path, hardlink: bool) -> None:
     """Refuse what does not fit: the shards still to be written, and beside them what is fetched for them."""
     todo = [s for s in plan.shards if not _has(out / s.name, s.nbytes)]
-    needed = sum(s.nbytes for s in todo if not (hardlink and s.verbatim))
-    fetched = bytes_to_fetch(file for s in todo for file in _sources(s))
+    left = sum(p.stat().st_size for s in todo if (p := _partial(out / s.name)).is_file())  # of a killed run: it will go
+    needed = sum(s.nbytes for s in todo if not (hardlink and s.verbatim)) - left
+    fetched = bytes_on_disk(file for s in todo for file in sources(s))
     if not fetched or _disk(out) == _disk(_hub_cache()):
         downloads = f" with {fetched / 1e9:.2f} GB of downloads" if fetched else ""
         _require_space(out, needed + fetched, downloads, "--out")
@@ -161,7 +179,7 @@ def _require_space(folder: Path, needed: int, what: str, option: str) -> None:
                            f"free some space, or give a folder on another disk with {option}")  # fmt: skip
 
 
-def _sources(shard: Shard) -> Iterator[SourceFile]:
+def sources(shard: Shard) -> Iterator[SourceFile]:
     """The source files that the shard is made of."""
     if shard.verbatim:
         yield shard.verbatim
@@ -181,13 +199,30 @@ def _disk(folder: Path) -> int:
 
 
 def _write_small(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = _partial(path)
-    with partial.open("wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    partial.replace(path)
+    """A whole file or none, and on the disk when this returns."""
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = _partial(path)
+        with partial.open("wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        partial.replace(path)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """What the system refuses, as one line that names the file."""
+    try:
+        yield
+    except OSError as e:
+        where = f" ({e.filename})" if e.filename and Path(e.filename).name != _partial(path).name else ""
+        hint = "free some space" if e.errno in _FULL else "check the disk and the source"
+        raise SurgeryError(f"cannot write {path}: {e.strerror or e}{where}",
+                           f"{hint}, then run the same command again") from e  # fmt: skip
 
 
 def _partial(path: Path) -> Path:
@@ -198,24 +233,35 @@ def _has(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
 
 
+def _appears(path: Path, size: int | None, group: Group) -> bool:
+    """Whether the file is there: at once, or, of several processes, when this machine has looked again at what they share."""
+    until = time.monotonic() + (PATIENCE if group.size > 1 else 0.0)
+    while not (there := path.is_file() if size is None else _has(path, size)) and time.monotonic() < until:
+        time.sleep(1)
+    return there
+
+
 def _sync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every network's file system can
+            raise
     finally:
         os.close(fd)
 
 
-def _write_shard(shard: Shard, out: Path, hardlink: bool, hashed: bool, progress: Progress) -> str | None:
-    """Write one shard under a temporary name, sync it, rename it; its sha256 where that was asked for."""
-    partial = _partial(out / shard.name)
-    partial.unlink(missing_ok=True)
-    digest = None
-    if hardlink and shard.verbatim and _link(shard.verbatim, partial):
-        progress(shard.nbytes)
-    else:
-        digest = _stream(shard, partial, hashed, progress)
-    partial.replace(out / shard.name)
+def _write_shard(shard: Shard, out: Path, hardlink: bool, hashed: bool, progress: Progress) -> Digest | None:
+    """Write one shard under a temporary name, sync it, rename it; its digest where that was asked for."""
+    partial, digest = _partial(out / shard.name), None
+    with _told(out / shard.name):
+        partial.unlink(missing_ok=True)
+        if hardlink and shard.verbatim and _link(shard.verbatim, partial):
+            progress(shard.nbytes)
+        else:
+            digest = stream(shard, partial, hashed, progress)
+        partial.replace(out / shard.name)
     return digest
 
 
@@ -228,157 +274,3 @@ def _link(source: SourceFile, partial: Path) -> bool:
             raise
         return False
     return True
-
-
-def _stream(shard: Shard, partial: Path, hashed: bool, progress: Progress) -> str | None:
-    with partial.open("wb+", buffering=0) as f, _Follower(partial, hashed) as follower, _Descriptors() as sources:
-        position = 0
-
-        def advance(n: int) -> None:
-            nonlocal position
-            position += n
-            follower.reach(position)
-            progress(n)
-
-        fd = f.fileno()
-        if shard.verbatim:
-            _copy(sources.open(shard.verbatim.path()), fd, 0, shard.verbatim.size, shard.verbatim.name, advance)
-        else:
-            _write_all(fd, shard.header, advance)
-            for _, tensor in shard.tensors:
-                _write_tensor(tensor, fd, sources, advance)
-        os.fsync(fd)
-    return follower.hexdigest()
-
-
-def _write_tensor(tensor: LazyTensor, fd: int, sources: _Descriptors, advance: Progress) -> None:
-    if tensor.compute is None:
-        for e in tensor.extents:
-            _copy(sources.open(e.file.path()), fd, e.offset, e.length, e.file.name, advance)
-    elif tensor.nbytes:
-        import torch
-
-        value = tensor.read()
-        _write_all(fd, memoryview(value.reshape(-1).view(torch.uint8).numpy()), advance)
-
-
-def _write_all(fd: int, data: bytes | memoryview, advance: Progress) -> None:
-    view = memoryview(data)
-    while view:
-        n = os.write(fd, view[:CHUNK])
-        view = view[n:]
-        advance(n)
-
-
-_NO_KERNEL_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EPERM)
-
-
-def _copy(source: int, target: int, offset: int, length: int, name: str, advance: Progress) -> None:
-    """Append `length` bytes of `source` from `offset` to `target`, inside the kernel where it can."""
-    while length:
-        n = _copy_some(source, target, offset, min(length, CHUNK))
-        if not n:
-            raise SurgeryError(f"{name} ended early: it was truncated while it was read",
-                               "restore the source, then run the same command again")  # fmt: skip
-        offset, length = offset + n, length - n
-        advance(n)
-
-
-def _copy_some(source: int, target: int, offset: int, length: int) -> int:
-    if hasattr(os, "copy_file_range"):
-        try:
-            return os.copy_file_range(source, target, length, offset)
-        except OSError as e:
-            if e.errno not in _NO_KERNEL_COPY:
-                raise
-    view = memoryview(os.pread(source, min(length, 4 << 20), offset))
-    size = len(view)
-    while view:
-        view = view[os.write(target, view) :]
-    return size
-
-
-class _Descriptors:
-    """Source files, each opened once."""
-
-    def __init__(self) -> None:
-        self._open: dict[Path, int] = {}
-
-    def __enter__(self) -> _Descriptors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for fd in self._open.values():
-            os.close(fd)
-
-    def open(self, path: Path) -> int:
-        if path not in self._open:
-            self._open[path] = os.open(path, os.O_RDONLY)
-        return self._open[path]
-
-
-class _Follower:
-    """A thread behind the writer: hashes what has been written while it is warm in the page cache, then sends it to
-    the disk and gives its pages back. So the sync at the end is short, and a conversion of any size neither fills the
-    memory with dirty pages nor drives other programs' files out of the cache."""
-
-    def __init__(self, path: Path, hashed: bool) -> None:
-        self._path, self._hash = path, hashlib.sha256() if hashed else None
-        self._reached = queue.SimpleQueue[int | None]()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> _Follower:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._reached.put(None)
-        self._thread.join()
-        if self._error:
-            raise self._error
-
-    def reach(self, position: int) -> None:
-        self._reached.put(position)
-
-    def hexdigest(self) -> str | None:
-        return self._hash.hexdigest() if self._hash else None
-
-    def _run(self) -> None:
-        try:
-            flushed = hashed = 0
-            with self._path.open("rb+", buffering=0) as f:
-                while (end := self._reached.get()) is not None:
-                    if self._hash:
-                        hashed = _hash_range(f, hashed, end, self._hash)
-                    if end - flushed >= WINDOW:
-                        _flush(f.fileno(), flushed, end)
-                        flushed = end
-        except BaseException as e:  # handed to the writer's thread
-            self._error = e
-
-
-def _hash_range(f: io.FileIO, position: int, end: int, h: hashlib._Hash) -> int:
-    buffer = memoryview(bytearray(4 << 20))
-    f.seek(position)
-    while position < end:
-        n = f.readinto(buffer[: min(len(buffer), end - position)])
-        h.update(buffer[:n])
-        position += n
-    return position
-
-
-def _flush(fd: int, start: int, end: int) -> None:
-    os.fsync(fd)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
-
-
-def hash_file(path: Path, progress: Progress = lambda n: None) -> str:
-    """sha256 of a file, as hexadecimal digits."""
-    h, buffer = hashlib.sha256(), memoryview(bytearray(4 << 20))
-    with path.open("rb", buffering=0) as f:
-        while n := f.readinto(buffer):
-            h.update(buffer[:n])
-            progress(n)
-    return h.hexdigest()

@@ -15,19 +15,29 @@ from collections.abc import Sequence
 import click
 
 from surgery import __version__
-from surgery.errors import SurgeryError, UsageError
+from surgery.errors import SurgeryError, Told, UsageError
 
 COMMANDS = {  # in the order of the help
     "inspect": "Weigh a model: parameters, FLOPs, bytes, milliseconds per token.",
     "analyze": "Measure on text how sparse the MLPs are.",
     "upcycle": "Turn each MLP into a mixture of copies, exactly.",
+    "carve": "Cut each MLP into experts of its own neurons.",
     "relufy": "Make the MLPs sparse: ReLU and kin, repaired.",
+    "memory": "Put product-key memory beside MLPs, exactly, or in their place.",
+    "splinify": "Make the activation learnable, exactly.",
+    "run": "Do what a recipe says: one file describes a surgery.",
+    "recipes": "List, show and describe recipes.",
     "bench": "Time the MLPs as they decode: dense, and with zeros skipped.",
     "verify": "Prove an output against its source.",
+    "finetune-script": "Write the script that trains an output, again.",
+    "push": "Publish a verified output on the Hub.",
     "families": "List the supported architectures.",
     "demo": "Upcycle and relufy the embedded model, verify both.",
     "completion": "Print the shell completion script.",
 }
+# not surgery.cli.run, which would hide this module's function
+_MODULES = {"run": "recipes", "finetune-script": "finetune"}
+_ALONE = ("inspect", "recipes", "bench", "verify", "finetune-script", "push", "families", "demo", "completion")  # on one process
 
 
 class Commands(click.Group):
@@ -39,8 +49,8 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"surgery.cli.{cmd_name}")
-        command: click.Command = getattr(module, f"{cmd_name}_command")
+        module = importlib.import_module(f"surgery.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -72,9 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if _rank():
+        if arguments[0] in _ALONE:
+            return 0
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - the first process speaks for all
     try:
         code = surgery.main(arguments, prog_name="surgery", standalone_mode=False)
         return code if isinstance(code, int) else 0
+    except Told:
+        return 1
     except (KeyboardInterrupt, click.Abort):
         return _report("interrupted", "run the same command again to go on", 130)
     except click.UsageError as e:
@@ -101,7 +117,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
 _DEBUG = "SURGERY_DEBUG=1 shows where"
 
 
+def _rank() -> int:
+    """The number of this process among those that torchrun or accelerate launch started together."""
+    return int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 0
+
+
 def _report(message: str, hint: str, code: int) -> int:
+    if _rank():
+        if code in (2, 130):  # which all of them see
+            return code
+        sys.stderr, message = sys.__stderr__, f"process {_rank()}: {message}"
     if os.environ.get("SURGERY_DEBUG") == "1" and sys.exc_info()[0] not in (None, KeyboardInterrupt):
         import traceback
 

@@ -42,13 +42,11 @@ def demo_command(out: Path, as_json: bool, quiet: bool) -> int:
 
 def _convert(recipe: str, out: Path, bars: Bars) -> Result:
     from surgery import run
-    from surgery.checkpoint import open_checkpoint
-    from surgery.demo import MODEL
-    from surgery.recipe import apply, folder, load
+    from surgery.recipe import apply, load, open_source
 
-    source = open_checkpoint(MODEL)
-    output = apply(load(folder() / f"{recipe}.yaml"), source)
-    return run.convert(source, output, out, command="surgery demo", observer=bars)
+    chosen = load(recipe)
+    source = open_source(chosen)
+    return run.convert(source, apply(chosen, source), out, command="surgery demo", observer=bars)
 
 
 def _rows(results: dict[str, Result]) -> list[dict[str, Any]]:

@@ -14,18 +14,29 @@ import click
 
 if TYPE_CHECKING:
     from surgery.checkpoint import Checkpoint
+    from surgery.checkpoint.shared import Group
+    from surgery.cli.screen import Bars
+    from surgery.run import Result
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CONVERTING = (
     click.argument("model", default="."),
-    click.option("--out", type=click.Path(path_type=Path), help="Output folder. [default: beside MODEL, with a telling name]"),
     click.option("--revision", help="Branch, tag or commit of a Hub id."),
     click.option("--dtype", metavar="NAME", help="Convert weights to bf16, fp16 or fp32 while writing. [default: each tensor's own]"),
     click.option("--max-shard-size", metavar="SIZE", help="Largest shard, like 5GB or 500MB. [default: 5GB]"),
+)  # fmt: skip
+
+_WRITING = (
+    click.option("--out", metavar="FOLDER", help="Output folder, or a URL like s3://bucket/name. [default: beside MODEL, with a telling name]"),
     click.option("--no-verify", is_flag=True, help="Leave out the verification."),
+    click.option("--push", metavar="REPO", help="Then publish it on the Hub as OWNER/NAME, as `surgery push` does."),
+    click.option("--private", is_flag=True, help="With --push: create it as a private one."),
+    click.option("--pr", is_flag=True, help="With --push: leave a pull request open instead of merging it."),
+    click.option("--stream", is_flag=True, help="Keep no copy of what is downloaded: a shard or two at a time are on the disk."),
     click.option("--trust-remote-code", is_flag=True, help="Let code that comes with the checkpoint run."),
-    click.option("--dry-run", is_flag=True, help="Print the plan: files, sizes, memory, free space. Write nothing."),
+    click.option("--print-recipe", is_flag=True, help="Print the recipe that this amounts to. Write nothing."),
+    click.option("--dry-run", is_flag=True, help="Print the plan: files, sizes, downloads, memory, free space. Write nothing."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
     click.option("--quiet", "-q", is_flag=True, help="No progress bars and no tables."),
 )  # fmt: skip
@@ -35,6 +46,7 @@ _CALIBRATED = (
     click.option("--sequence-length", type=click.IntRange(min=2), help="Tokens of a sequence. [default: 512]"),
     click.option("--text", metavar="PATH", help="Text to calibrate on: a file, a .jsonl or a folder. [default: built-in, mixed]"),
     click.option("--dataset", metavar="ID", help="A data set of the Hub to calibrate on, OWNER/NAME or OWNER/NAME:CONFIGURATION."),
+    click.option("--generated", type=click.FloatRange(0, 1), metavar="FRACTION", help="Of the tokens, the part that the model writes itself, for more domains; it must fit in memory. [default: 0]"),
     click.option("--device", metavar="NAME", help="Where to calibrate: cuda, mps, cpu. [default: the fastest there is]"),
     click.option("--calibration-dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Calibrate in. [default: bf16 where that is fast]"),
     click.option("--memory-budget", metavar="SIZE", help="Hidden states held in memory, like 2GB; the rest goes to TMPDIR. [default: all]"),
@@ -46,15 +58,25 @@ class Converting:
     """The values of the shared options."""
 
     model: str
-    out: Path | None
     revision: str | None
     dtype: str | None
     max_shard_size: str | None
+    out: str | None
     no_verify: bool
+    push: str | None
+    private: bool
+    pr: bool
+    stream: bool
     trust_remote_code: bool
+    print_recipe: bool
     dry_run: bool
     as_json: bool
     quiet: bool
+
+    @property
+    def url(self) -> str | None:
+        """Where the output goes, if not to a folder on this disk."""
+        return self.out if self.out and "://" in self.out else None
 
 
 def _with_options(function: F, wrapped: Callable[..., Any], options: Sequence[Callable[[Any], Any]]) -> F:
@@ -73,12 +95,32 @@ def converting(function: F) -> F:
         shared = Converting(**{name: values.pop(name) for name in Converting.__dataclass_fields__})
         return function(shared=shared, **values)
 
-    return _with_options(function, wrapped, _CONVERTING)
+    return _with_options(function, wrapped, (*_CONVERTING, *_WRITING))
+
+
+def writing(function: F) -> F:
+    """Add those of the shared options that no recipe holds; the command receives their values as `options`."""
+    names = [n for n in Converting.__dataclass_fields__ if n not in ("model", "revision", "dtype", "max_shard_size")]
+
+    def wrapped(**values: Any) -> Any:
+        options = {name: values.pop(name) for name in names}
+        return function(options=options, **values)
+
+    return _with_options(function, wrapped, _WRITING)
 
 
 def calibrated(function: F) -> F:
     """Add the options of a calibration; the command receives what was given of them as `calibration`."""
-    names = ("tokens", "sequence_length", "text", "dataset", "device", "calibration_dtype", "memory_budget")
+    names = (
+        "tokens",
+        "sequence_length",
+        "text",
+        "dataset",
+        "generated",
+        "device",
+        "calibration_dtype",
+        "memory_budget",
+    )
 
     def wrapped(**values: Any) -> Any:
         from surgery.checkpoint import parse_size
@@ -92,29 +134,100 @@ def calibrated(function: F) -> F:
 
 
 def execute(shared: Converting, operation: Callable[[Checkpoint], Checkpoint], *, hardlink: bool = False) -> int:
-    """Open, operate, write, verify, show; the exit code."""
-    from surgery import run
-    from surgery.checkpoint import make_plan, open_checkpoint, parse_size
+    """Open, operate, write, verify, deliver, show, alone or as one of several processes; the exit code."""
+    from surgery.checkpoint.shared import together
+
+    with together() as group:
+        return _execute(shared, operation, hardlink, group)
+
+
+def _execute(shared: Converting, operation: Callable[[Checkpoint], Checkpoint], hardlink: bool, group: Group) -> int:
+    from surgery import dry_run, recipe, run
+    from surgery.checkpoint import open_checkpoint, parse_size
     from surgery.cli import screen
     from surgery.operations.cast import cast
 
-    if shared.quiet or shared.as_json:
+    if shared.quiet or shared.as_json or not sys.stderr.isatty():
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    _check_delivery(shared)
     size = parse_size(shared.max_shard_size) if shared.max_shard_size else None
-    source = open_checkpoint(shared.model, revision=shared.revision)
+    source = open_checkpoint(shared.model, revision=shared.revision, stream=shared.stream)
     run.require_trust(source, shared.trust_remote_code)
     output = operation(source)
     if shared.dtype:
         output = cast(output, shared.dtype)
-    out = shared.out or run.default_out(source, run.suffix(output))
+    if shared.print_recipe:
+        push = recipe.Push(repo=shared.push, private=shared.private, pr=shared.pr) if shared.push else None
+        made = recipe.of(output, max_shard_size=size, verify=not shared.no_verify, push=push)
+        click.echo(recipe.dump(made), nl=False)
+        return 0
+    out = Path(shared.out) if shared.out else run.default_out(source, run.suffix(output))
+    if shared.url:
+        out = Path(f"{shared.url.rstrip('/').rpartition('/')[2]}.staged")
     if shared.dry_run:
-        plan = make_plan(output, size)
-        screen.show_plan(run.describe(plan, out, output), source, shared.as_json)
+        planned = dry_run.describe(source, output, out, max_shard_size=size, verify=not shared.no_verify)
+        screen.show_plan(
+            planned | ({"out": shared.url, "staged": str(out)} if shared.url else {}), source, shared.as_json
+        )
+        return 0
+    if shared.url and run.is_delivered(output, size, shared.url):
+        if shared.as_json:
+            screen.echo_json({"out": shared.url, "already": True})
+        else:
+            screen.show(f"{shared.url} has all of it already")
+        return 0
+    if group.rank:
+        run.assist(source, output, out, group, max_shard_size=size, hardlink=hardlink, verify=not shared.no_verify)
         return 0
     observer = screen.Bars(quiet=shared.quiet or shared.as_json)
     result = run.convert(source, output, out, max_shard_size=size, hardlink=hardlink, verify=not shared.no_verify,
-                         trust_remote_code=shared.trust_remote_code, command=command_line(), observer=observer)  # fmt: skip
-    return screen.show_result(result, as_json=shared.as_json, quiet=shared.quiet)
+                         trust_remote_code=shared.trust_remote_code, command=command_line(), observer=observer, group=group)  # fmt: skip
+    if not shared.as_json:
+        screen.show_result(result, quiet=shared.quiet)
+    return _deliver(shared, result, observer)
+
+
+def _check_delivery(shared: Converting) -> None:
+    """Before hours of work: can the output be delivered at all?"""
+    from surgery.errors import UsageError
+
+    if (shared.private or shared.pr) and not shared.push:
+        raise UsageError("--private and --pr are of a push", "add --push OWNER/NAME")
+    if shared.push and shared.no_verify:
+        raise UsageError("--push with --no-verify", "only what is proved is published: leave one of them out")
+    if shared.push and shared.url:
+        raise UsageError("both --push and a URL", "push from a folder on this disk")
+    if shared.push and not (shared.dry_run or shared.print_recipe):
+        from surgery import publish
+
+        publish.require_token(shared.push)
+
+
+def _deliver(shared: Converting, result: Result, observer: Bars) -> int:
+    """Send the output where it is to go, show that; the exit code."""
+    from surgery import publish, run
+    from surgery.cli import screen
+    from surgery.cli.push import show
+
+    passed, found = (
+        result.verification is None or result.verification.passed,
+        {"out": str(result.folder), **result.record},
+    )
+    if passed and shared.url:
+        run.deliver(result, shared.url, observer)
+        found["out"] = shared.url
+        if not (shared.quiet or shared.as_json):
+            screen.show(f"moved to {shared.url}")
+    if passed and shared.push:
+        done = publish.push(result.folder, shared.push, private=shared.private, pr=shared.pr, observer=observer)
+        found["push"] = done.as_dict()
+        if not (shared.quiet or shared.as_json):
+            show(done)
+    if shared.as_json:
+        screen.echo_json(found)
+    if not passed:
+        screen.report_failure(result.folder)
+    return 0 if passed else 1
 
 
 def command_line() -> str:

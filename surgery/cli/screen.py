@@ -61,36 +61,35 @@ def show_plan(plan: dict[str, Any], source: Checkpoint, as_json: bool) -> None:
         ("source", source.source.location + (f"@{source.source.revision[:12]}" if source.source.revision else "")),
         ("becomes", f"{plan['model_type']}, {plan['parameters']:,} parameters ({claim})"),
         ("shards", "\n".join(f"{s['name']}  {gigabytes(s['bytes'])}  {s['tensors']} tensors" for s in plan["shards"])),
-        ("other files", ", ".join(plan["files"])),
+        ("other files", ", ".join(dict.fromkeys(n.partition("/")[0] for n in (*plan["files"], *plan["record"])))),
+        ("downloads", _downloads(plan)),
         ("peak memory", f"about {gigabytes(plan['peak_memory'])}"),
         ("free space", gigabytes(plan["free_space"])),
+        *((("staged in", plan["staged"]),) if "staged" in plan else ()),
     ):
         table.add_row(name, value)
     show(table)
     show_notes(plan["notes"])
 
 
-def show_result(result: Result, *, as_json: bool, quiet: bool) -> int:
-    """The outcome of a conversion; the exit code."""
-    passed = result.verification is None or result.verification.passed
-    if as_json:
-        echo_json({"out": str(result.folder), **result.record})
-    elif not quiet:
-        size = sum(s["bytes"] for s in result.record["shards"].values())
-        how = (
-            " (was there already)"
-            if result.already
-            else f" (resumed: {result.resumed} shards)"
-            if result.resumed
-            else ""
-        )
-        show(f"wrote {gigabytes(size)} to {result.folder}{how}")
-        show_notes(result.notes)
-        if result.verification:
-            show(verification_table(result.verification.as_dict()))
-    if not passed:
-        report_failure(result.folder)
-    return 0 if passed else 1
+def _downloads(plan: dict[str, Any]) -> str:
+    if not plan["download"]:
+        return "nothing"
+    if plan["download_disk"] == plan["download"]:
+        return gigabytes(plan["download"])
+    return f"about {gigabytes(plan['download'])} in several passes, {gigabytes(plan['download_disk'])} on the disk at a time"
+
+
+def show_result(result: Result, *, quiet: bool) -> None:
+    """The outcome of a conversion."""
+    if quiet:
+        return
+    size = sum(s["bytes"] for s in result.record["shards"].values())
+    how = " (was there already)" if result.already else f" (resumed: {result.resumed} shards)" if result.resumed else ""
+    show(f"wrote {gigabytes(size)} to {result.folder}{how}")
+    show_notes(result.notes)
+    if result.verification:
+        show(verification_table(result.verification.as_dict()))
 
 
 def report_failure(folder: Path) -> None:

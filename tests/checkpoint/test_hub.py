@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from hub import FakeHub
+from hub_writes import TOKEN
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from support import Ran, assert_two_lines, environment, files_of, surgery, write_llama
 
@@ -78,21 +79,62 @@ def test_upcycle_fetches_what_it_needs(hub: FakeHub, model: Path, tmp_path: Path
     for shard in SHARDS:
         size = (model / shard).stat().st_size
         assert size <= hub.served[f"{NAME}/{shard}"] <= size + 256 * 1024  # the header, then the file
-    assert not any(hub.served[f"{NAME}/{n}"] for n in UNNEEDED)
+    assert not any(hub.served[f"{NAME}/{n}"] for n in UNNEEDED if n != "README.md")  # of which the metadata is needed
     assert surgery("upcycle", model, "--no-verify", "--out", tmp_path / "local").code == 0
     ours, local = files_of(out), files_of(tmp_path / "local")
     assert set(ours) == set(local) and {"tokenizer.json", "generation_config.json"} <= set(ours)
-    assert {n: d for n, d in ours.items() if n != "surgery.json"} == {
-        n: d for n, d in local.items() if n != "surgery.json"
-    }
+    differ = {"surgery.json", "README.md", "recipe.yaml"}  # which name the source
+    assert {n: d for n, d in ours.items() if n not in differ} == {n: d for n, d in local.items() if n not in differ}
 
 
-def test_a_dry_run_fetches_no_weights(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_dry_run_fetches_no_weights(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     ran = on(hub, tmp_path, "upcycle", NAME, "--dry-run", "--json", cwd=tmp_path)
     assert ran.code == 0, ran.err
     assert ran.json["out"] == "llama-mixtral-8x-top2" and ran.json["bytes"] > 10_000_000
+    assert ran.json["download"] == ran.json["download_disk"] == sum((model / s).stat().st_size for s in SHARDS)
     assert weights_served(hub) <= 2 * 256 * 1024
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+MOST = """
+import pathlib, sys, threading, time, surgery.cli
+most, folder = 0, pathlib.Path(sys.argv.pop(1))
+def watch():
+    global most
+    while True:
+        found = [p.stat().st_size for p in folder.rglob("*.safetensors")] if folder.exists() else []
+        most = max(most, sum(found))
+        time.sleep(0.001)
+threading.Thread(target=watch, daemon=True).start()
+code = surgery.cli.run()
+print(most)
+sys.exit(code)
+"""
+
+
+def test_streaming_keeps_no_copy(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    """Five shards, two at most on the disk at a time, none afterwards; the output is the same. The plan says how much is
+    downloaded: some twice, as the norms stand in the last shard, and twice more to be verified."""
+    model = write_llama(tmp_path_factory.mktemp("many") / "model", shards=5, **SIZES)
+    sizes = sorted(p.stat().st_size for p in model.glob("*.safetensors"))
+    hub.add("tiny/many", model)
+    dry = ("upcycle", "tiny/many", "--experts", "2", "--stream", "--dry-run", "--json")
+    verified, plan = (on(hub, tmp_path, *dry, *more).json for more in ((), ("--no-verify",)))
+    assert plan["download_disk"] == sum(sizes[-2:]) and sum(sizes) < plan["download"] < 2 * sum(sizes)
+    assert verified["download"] == plan["download"] + 2 * sum(sizes)
+    variables = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-c", MOST, str(tmp_path / "hf"), "upcycle", "tiny/many", "--experts", "2", "--stream",
+               "--no-verify", "--quiet", "--out", str(tmp_path / "out")]  # fmt: skip
+    hub.forget()
+    done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sizes[-1] <= int(done.stdout) <= sum(sizes[-2:])
+    assert not list((tmp_path / "hf").rglob("*.safetensors"))
+    served = sum(n for name, n in hub.served.items() if name.endswith(".safetensors"))
+    assert served == plan["download"] + sum(min(s, 256 * 1024) for s in sizes)  # and the headers
+    assert surgery("upcycle", model, "--experts", "2", "--no-verify", "--out", tmp_path / "local").code == 0
+    ours, local = ((tmp_path / f / "model.safetensors").read_bytes() for f in ("out", "local"))
+    assert ours == local
 
 
 def test_a_revision_is_pinned(hub: FakeHub, model: Path, tmp_path: Path) -> None:
@@ -261,6 +303,16 @@ def test_what_can_fail(
     ran = on(hub, tmp_path, "upcycle", name, "--no-verify", cwd=tmp_path, **variables)
     assert_two_lines(ran, *words)
     assert not [p for p in tmp_path.iterdir() if p.name != "hf"]
+
+
+@pytest.mark.parametrize("kind", ["gated", "private"])
+def test_a_token_opens_what_is_closed(kind: str, hub: FakeHub, model: Path, tmp_path: Path) -> None:
+    """HF_TOKEN goes with every request: the listing, the headers by ranges, the files."""
+    hub.add("tiny/closed", model)
+    setattr(hub.repositories["tiny/closed"], kind, True)
+    dry = ("upcycle", "tiny/closed", "--dry-run", "--quiet")
+    assert_two_lines(on(hub, tmp_path, *dry, HF_TOKEN="hf_wrong"), "tiny/closed", "HF_TOKEN")
+    assert on(hub, tmp_path, *dry, HF_TOKEN=TOKEN).code == 0
 
 
 def test_two_revisions_are_one_too_many(hub: FakeHub, tmp_path: Path) -> None:

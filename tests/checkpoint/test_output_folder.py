@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from support import files_of, llama_tensors, write_llama
 
 from surgery import run
 from surgery.checkpoint import Checkpoint, open_checkpoint
+from surgery.checkpoint.lock import held
 from surgery.checkpoint.writer import MARKER
 from surgery.errors import SurgeryError
 from surgery.operations.relufy import relufy
@@ -146,13 +147,9 @@ def test_a_small_disk_is_found_before_the_first_byte(
 def test_a_second_process_is_refused(source: Checkpoint, tmp_path: Path) -> None:
     """Two runs into one folder would write the same shard at once. The lock goes with the process that held it."""
     out = tmp_path / "out"
-    out.mkdir()
-    fingerprint = run.make_plan(upcycle(source, experts=2), 20_000).fingerprint
-    (out / MARKER).write_text(json.dumps({"fingerprint": fingerprint}))
-    before = files_of(out)
-    with (out / MARKER).open() as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        with pytest.raises(SurgeryError, match="another process is writing"):
+    with held(out):
+        before = files_of(out)
+        with pytest.raises(SurgeryError, match=f"another process is writing .*out: {os.getpid()} on "):
             convert(source, out)
         assert files_of(out) == before
     convert(source, out)
@@ -188,7 +185,7 @@ def test_a_full_disk_midway_leaves_a_resumable_output(
         real(fd)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(SurgeryError, match="No space left"):
         convert(source, tmp_path / "out")
     with pytest.raises(SurgeryError):
         open_checkpoint(tmp_path / "out")

@@ -12,7 +12,7 @@ import termios
 from pathlib import Path
 
 import pytest
-from support import COMMAND, Call, Ran, environment, surgery, write_llama
+from support import COMMAND, Call, Ran, environment, files_of, surgery, write_llama
 
 
 def test_json_is_all_there_is(call: Call, model: Path) -> None:
@@ -38,7 +38,9 @@ def test_the_dry_run_tells_the_truth(call: Call, model: Path) -> None:
     out = Path(plan["out"])
     assert not out.exists()
     assert call("upcycle", model, "--max-shard-size", "20KB", "--no-verify").code == 0
-    sizes = {p.name: p.stat().st_size for p in out.iterdir() if p.name != "surgery.json"}
+    every = {n: len(d) for n, d in files_of(out).items()}
+    sizes = {n: size for n, size in every.items() if n not in plan["record"]}
+    assert set(every) - set(sizes) == set(plan["record"]) >= {"README.md", "recipe.yaml", "surgery.json"}
     assert sizes == {**{s["name"]: s["bytes"] for s in plan["shards"]}, **{n: sizes[n] for n in plan["files"]}}
     assert sum(sizes.values()) == plan["bytes"]
 

@@ -1,0 +1,111 @@
+"""The model card: right metadata, right numbers, and never over somebody's own words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support import write_llama
+
+from surgery.checkpoint import open_checkpoint
+from surgery.operations.relufy import relufy
+from surgery.operations.upcycle import upcycle
+from surgery.report import card, methods
+from surgery.run import convert, verify_folder
+
+SOURCE_CARD = "---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE\nlanguage:\n- en\n- de\npipeline_tag: text-generation\nbase_model: big/llama\ntags: [great]\n---\n# Llama\nThe best of all models.\n"  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_llama(tmp_path_factory.mktemp("card") / "llama", layers=2)
+    (folder / "README.md").write_text(SOURCE_CARD)
+    (folder / "LICENSE").write_text("do as you like")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def upcycled(model: Path) -> Path:
+    source = open_checkpoint(model)
+    convert(source, upcycle(source, experts=4, top_k=2, drop=0.5), model.parent / "moe")
+    return model.parent / "moe"
+
+
+def split(text: str) -> tuple[dict[str, Any], str]:
+    _, head, body = text.split("---\n", 2)
+    return yaml.safe_load(head), body
+
+
+def test_metadata_follows_the_source(upcycled: Path) -> None:
+    """What the Hub reads. The source's own tags and words stay where they are true."""
+    head, body = split((upcycled / "README.md").read_text())
+    assert head == {
+        "base_model": "big/llama", "base_model_relation": "finetune", "library_name": "transformers", "license": "other",
+        "license_name": "own", "license_link": "LICENSE", "language": ["en", "de"], "pipeline_tag": "text-generation",
+        "tags": ["mixture-of-experts", "upcycling", "surgery"],
+    }  # fmt: skip
+    assert (upcycled / "LICENSE").is_file() and "`other`: LICENSE" in body and "best of all" not in body
+
+
+def test_numbers(upcycled: Path, model: Path) -> None:
+    """Before and after: two of four experts are active, everything else once."""
+    _, body = split((upcycled / "README.md").read_text())
+    rows = [line.strip("| ").split(" | ") for line in body.splitlines() if line.startswith("| ")]
+    table = {r[0]: r[1:] for r in rows}
+    mlp, router = 2 * 3 * 32 * 64, 2 * 4 * 32
+    dense = sum(t.numel for t in open_checkpoint(model).tensors.values())
+    assert table["parameters"] == [f"{dense / 1e3:.4g} k", f"{(dense + 3 * mlp + router) / 1e3:.4g} k"]
+    active = dense - 64 * 32  # without the input embedding
+    assert table["active for a token"] == [f"{active / 1e3:.4g} k", f"{(active + mlp + router) / 1e3:.4g} k"]
+    assert table["architecture"] == ["`llama`", "`mixtral`"]
+    assert "every MLP became 4 experts, 2 of them active for a token" in body
+    assert "eprint = {2502.19261}" in body and "eprint = {2212.05055}" in body and "2310.04564" not in body
+    assert "```yaml\n" + (upcycled / "recipe.yaml").read_text().rstrip() in body
+    assert "another function" in body and "trust_remote_code=True" not in body
+
+
+def test_code_that_travels_is_said(model: Path) -> None:
+    source = open_checkpoint(model)
+    made = convert(
+        source, relufy(source, activation="teal", threshold=0.01, repair="none"), model.parent / "teal", verify=False
+    )
+    head, body = split((made.folder / "README.md").read_text())
+    assert "custom_code" in head["tags"] and 'dtype="auto", trust_remote_code=True)' in body
+    assert "It was left out: nothing here is proved" in body
+
+
+def test_the_next_verification_rewrites_ours_and_never_an_edited_one(upcycled: Path, model: Path) -> None:
+    path, source = upcycled / "README.md", open_checkpoint(model)
+    ours = path.read_text()
+    verify_folder(source, upcycled)
+    assert path.read_text() == ours and card.is_ours(upcycled)
+    path.write_text(ours.replace("## Limits", "## My own words"))
+    verify_folder(source, upcycled)
+    assert "## My own words" in path.read_text() and not card.is_ours(upcycled)
+    assert card.renamed(upcycled, "x", "y") == {}
+    path.write_text(ours)
+
+
+def test_a_source_with_a_broken_card(tmp_path: Path) -> None:
+    """Its metadata is as good as absent, whatever stands there."""
+    for i, text in enumerate(
+        ("---\nlicense: [\n---\n", "no metadata", "---\n- a\n---\n", "\ufeff---\nlicense: mit\n---\n")
+    ):
+        folder = write_llama(tmp_path / str(i))
+        (folder / "README.md").write_text(text)
+        assert card.metadata_of(open_checkpoint(folder)) == ({"license": "mit"} if i == 3 else {})
+
+
+def test_every_paper_is_known() -> None:
+    """Each operation's methods are cited, whatever its options."""
+    from surgery.operations.relufy import ACTIVATIONS
+
+    for name, swap in ACTIVATIONS.items():
+        numbers = methods.papers("relufy", {"activation": name})
+        assert swap.paper.rpartition(" ")[2] in numbers
+        assert all(methods.bibtex(n) for n in numbers)
+    assert methods.papers("upcycle", {"granularity": 4, "drop": 0.5, "expert_models": ["a/b"]}) == [
+        "2212.05055", "2410.07524", "2401.06066", "2502.19261", "2403.07816",
+    ]  # fmt: skip
