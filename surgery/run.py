@@ -16,6 +16,7 @@ from surgery import __version__, finetune, modeling
 from surgery.checkpoint import (
     Checkpoint,
     Plan,
+    Written,
     add,
     check_space,
     check_target,
@@ -33,7 +34,7 @@ from surgery.checkpoint.record import read_record
 from surgery.checkpoint.shared import Group
 from surgery.demo import MODEL
 from surgery.errors import SurgeryError
-from surgery.recipe import dump, of
+from surgery.recipe import Recipe, dump, of
 from surgery.report import card
 
 if TYPE_CHECKING:
@@ -91,7 +92,9 @@ def suffix(checkpoint: Checkpoint) -> str:
         p = step.parameters
         if step.operation == "relufy":
             percent = [f"{p['sparsity'] * 100:g}"] if "sparsity" in p else []
-            parts.append("-".join([p["activation"], *percent, *([] if p["repair"] == "none" else [p["repair"]])]))
+            repair = [] if p["repair"] == "none" else [p["repair"]]
+            bypass = [f"bypass{p['bypass']}"] if p.get("bypass") else []
+            parts.append("-".join([p["activation"], *percent, *repair, *bypass]))
         elif step.operation == "upcycle":
             parts.append(f"{p['target']}-{p['experts']}x-top{p['top_k']}".replace("_", "-"))
             parts += [f"{word}{p[key]:g}" for key, word in _CHANGES.items() if p.get(key)]
@@ -124,27 +127,30 @@ def convert(source: Checkpoint, output: Checkpoint, out: Path, *, max_shard_size
             require_names(source, output)
         check_space(plan, out, hardlink)  # also for what a calibration will download
     with nullcontext() if already else held(out):
-        fresh: tuple[str, ...] = ()
-        resumed = 0
+        written = None
         if not already:
-            prepare(output, out, observer)
-            group.broadcast(None)
-            with observer.stage("writing", plan.nbytes, "B") as progress:
-                written = write(
-                    plan, out, source=source, hardlink=hardlink, hashed=verify, progress=progress, group=group
-                )
-            fresh, resumed = tuple(n for n, digest in written.digests.items() if digest), written.resumed
-            record = make_record(output, plan, written.digests, command)
-            text = f"# surgery run {RECIPE} --out FOLDER\n{dump(of(output, max_shard_size=max_shard_size))}"
-            add(out, {RECIPE: text.encode(), **finetune.files(record, output.config)})
-            before = source if source.steps != output.steps else None
-            finish(
-                out, record, {} if verify else card.files(before, output, out, record)
-            )  # else the verification writes it
+            made = of(output, max_shard_size=max_shard_size)
+            written = _write(source, output, plan, made, out, hardlink, verify, command, observer, group)
         shutil.rmtree(scratch(out), ignore_errors=True)
+        fresh = tuple(n for n, digest in written.digests.items() if digest) if written else ()
         verification = verify_folder(source, out, trust_remote_code, observer, fresh) if verify else None
-    return Result(folder=out, record=read_record(out), verification=verification, resumed=resumed,
+    return Result(folder=out, record=read_record(out), verification=verification, resumed=written.resumed if written else 0,
                   already=already, notes=[n for step in output.steps for n in step.notes])  # fmt: skip
+
+
+def _write(source: Checkpoint, output: Checkpoint, plan: Plan, made: Recipe, out: Path, hardlink: bool, verify: bool,
+           command: str, observer: Observer, group: Group) -> Written:  # fmt: skip
+    """All files of the output; the card only where no verification will write it."""
+    prepare(output, out, observer)
+    group.broadcast(None)
+    with observer.stage("writing", plan.nbytes, "B") as progress:
+        written = write(plan, out, source=source, hardlink=hardlink, hashed=verify, progress=progress, group=group)
+    record = make_record(output, plan, written.digests, command)
+    text = f"# surgery run {RECIPE} --out FOLDER\n{dump(made)}"
+    add(out, {RECIPE: text.encode(), **finetune.files(record, output.config)})
+    before = source if source.steps != output.steps else None
+    finish(out, record, {} if verify else card.files(before, output, out, record))
+    return written
 
 
 def assist(source: Checkpoint, output: Checkpoint, out: Path, group: Group, *, max_shard_size: int | None = None,

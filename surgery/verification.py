@@ -165,17 +165,27 @@ def savings_rows(output: Checkpoint, zeros: Sequence[float]) -> Iterator[Row]:
     """What a kernel that skips the measured zeros leaves of a token's bytes and FLOPs in the MLPs; none without zeros.
 
     The gate is computed for every neuron, up and down where it is open; where only the product decides (TEAL), down alone
-    is saved. A layer without an MLP of its own (a mixture) is not counted.
+    is saved. A bypass is read in full, and comes on top. A layer without an MLP of its own (a mixture) is not counted.
     """
     if not any(z > 0 for z in zeros):
         return
     weights, blocks = weigh(output, output.config), output.config.get("surgery_blocks") or ()
     kernel = "down only" if any(b.get("rule") in ("teal", "drelu") for b in blocks) else "gate first"
-    for what, of in (("bytes", lambda t: t.nbytes), ("FLOPs", lambda t: 2 * t.matrices)):
-        parts = [(of(part.tallies["mlp"]), z) for part in weights.layers
-                 if "mlp" in part.tallies and part.index is not None and not math.isnan(z := zeros[part.index])]  # fmt: skip
-        before = sum(n for n, _ in parts)
-        after = sum(n * REMAINING[kernel](z, weights.gated) for n, z in parts)
+    start = locate(output).layer
+    added = {
+        i: [t for n, t in output.tensors.items() if n.startswith(start(i)) and ".bypass_" in n]
+        for i in range(len(zeros))
+    }
+    for what, of, each in (
+        ("bytes", lambda t: t.nbytes, lambda t: t.nbytes),
+        ("FLOPs", lambda t: 2 * t.matrices, lambda t: 2 * t.numel),
+    ):
+        before = after = 0.0
+        for part in weights.layers:
+            if "mlp" in part.tallies and part.index is not None and not math.isnan(z := zeros[part.index]):
+                bypass = sum(map(each, added[part.index]))
+                own = of(part.tallies["mlp"]) - bypass
+                before, after = before + own, after + own * REMAINING[kernel](z, weights.gated) + bypass
         detail = (f"{after / 1e6:.4g} of {before / 1e6:.4g} M{'B' if what == 'bytes' else 'FLOP'} per token",)
         yield Row(check=f"MLP {what} left where zeros are skipped, {kernel}", value=after / before, detail=detail)
 
