@@ -21,17 +21,33 @@ _COUNTS = (  # whole numbers, or null
 )  # fmt: skip
 _POSITIVE = ("hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "vocab_size")
 _MOST = 2**31
-_NUMBERS = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct", "rms_norm_eps", "layer_norm_eps", "initializer_range")
+_NUMBERS = (
+    "rope_theta",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "rotary_pct",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "initializer_range",
+)
 _TEXTS = ("model_type", "hidden_act", "hidden_activation", "activation_function", "torch_dtype", "dtype")
 _OBJECTS = ("rope_scaling", "rope_parameters", "text_config", "quantization_config", "auto_map")
-_LISTS = {"layer_types": "string", "architectures": "string", "surgery_blocks": "object", "no_rope_layers": "integer", "mlp_only_layers": "integer"}
+_LISTS = {
+    "layer_types": "string",
+    "architectures": "string",
+    "surgery_blocks": "object",
+    "no_rope_layers": "integer",
+    "mlp_only_layers": "integer",
+}
 
 
 def _schema() -> Schema:
     kinds = {"integer": _COUNTS, "number": _NUMBERS, "string": _TEXTS, "object": _OBJECTS}
     fields: Schema = {name: {"type": [kind, "null"]} for kind, names in kinds.items() for name in names}
     fields["model_type"] |= {"pattern": r"^[\w.-]*\w$"}  # a part of paths
-    lists = {name: {"anyOf": [{"type": "array", "items": {"type": kind}}, {"type": "null"}]} for name, kind in _LISTS.items()}
+    lists = {
+        name: {"anyOf": [{"type": "array", "items": {"type": kind}}, {"type": "null"}]} for name, kind in _LISTS.items()
+    }
     return {"type": "object", "properties": fields | lists}
 
 
@@ -46,7 +62,9 @@ class Config(dict[str, Any]):
     """The fields. `config[name]` of one that is absent is an error of the checkpoint, not of the program."""
 
     def __missing__(self, name: str) -> Any:
-        raise MissingField(f"config.json has no {name}", "fetch it again: it is not that of these weights, or not whole")
+        raise MissingField(
+            f"config.json has no {name}", "fetch it again: it is not that of these weights, or not whole"
+        )
 
 
 def check(config: dict[str, Any], where: str) -> Config:

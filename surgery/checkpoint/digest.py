@@ -15,7 +15,9 @@ from surgery.checkpoint.plan import Shard
 from surgery.checkpoint.tensors import LazyTensor
 from surgery.errors import SurgeryError
 
-Digest = dict[str, str]  # "sha256"; "crc32" of the header and then of each tensor as they lie in the file, a space between
+Digest = dict[
+    str, str
+]  # "sha256"; "crc32" of the header and then of each tensor as they lie in the file, a space between
 HEADER = "the header"
 
 

@@ -163,4 +163,3 @@ def _flush(fd: int, start: int, end: int) -> None:
     os.fsync(fd)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
-

@@ -109,7 +109,9 @@ def test_a_disk_that_another_fills(kind: str, source: Checkpoint, tmp_path: Path
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize(("call", "kind"), [("write", "computed"), ("copy_file_range", "extents"), ("copy_file_range", "verbatim"),
                                             ("fsync", "extents"), ("rename", "extents")])  # fmt: skip
-def test_a_call_that_fails(call: str, kind: str, code: int, source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_fails(
+    call: str, kind: str, code: int, source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the system refuses, at every third such call in turn; a run in which nothing fails finishes."""
     convert(source, tmp_path / "whole", kind)
     name, out, failures = {"rename": "replace"}.get(call, call), tmp_path / "out", 0
@@ -129,7 +131,11 @@ def test_a_call_that_fails(call: str, kind: str, code: int, source: Checkpoint, 
             convert(source, out, kind)
             break
         except SurgeryError as e:
-            assert os.strerror(code) in e.message and f"cannot write {out}" in e.message and "run the same command again" in e.hint
+            assert (
+                os.strerror(code) in e.message
+                and f"cannot write {out}" in e.message
+                and "run the same command again" in e.hint
+            )
             failures += 1
         if not (out / "config.json").exists():
             assert_not_whole(out, tmp_path / "whole")
@@ -146,7 +152,9 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 
-    done = subprocess.run([*COMMAND, *command, "out"], cwd=tmp_path, env=environment(), capture_output=True, text=True, preexec_fn=limit)
+    done = subprocess.run(
+        [*COMMAND, *command, "out"], cwd=tmp_path, env=environment(), capture_output=True, text=True, preexec_fn=limit
+    )
     assert_two_lines(Ran(done.returncode, done.stdout, done.stderr), "cannot write out/model-00001-of-", "File too large", "free some space")  # fmt: skip
     assert_not_whole(tmp_path / "out", tmp_path / "whole")
     assert surgery(*command, "out", cwd=tmp_path).code == 0
@@ -195,14 +203,16 @@ def test_a_source_of_links_is_read_and_never_written(tmp_path: Path) -> None:
     assert all(p.is_symlink() for p in (tmp_path / "m").iterdir())
 
 
-def test_a_shard_is_on_the_disk_before_it_has_its_name(source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_is_on_the_disk_before_it_has_its_name(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a power failure a name stands for the bytes: every file is synced under its temporary name, then renamed; the
     folder is synced last."""
     done: list[tuple[str, str]] = []
     sync, replace = os.fsync, os.replace
 
     def fsync(fd: int) -> None:
-        done.append(("sync", Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+        done.append(("sync", Path(f"/proc/self/fd/{fd}").readlink().name))
         sync(fd)
 
     def rename(start: Any, end: Any, **options: Any) -> None:
@@ -264,7 +274,7 @@ def test_a_shard_that_a_killed_run_left_is_covered_too(source: Checkpoint, tmp_p
     whole, out = tmp_path / "whole", tmp_path / "out"
     run.convert(source, upcycle(source, experts=2), whole, max_shard_size=150_000)
 
-    class Killed(Exception):
+    class Killed(Exception):  # noqa: N818
         pass
 
     def kill() -> None:

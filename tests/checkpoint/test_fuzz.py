@@ -29,7 +29,10 @@ def test_broken_and_hostile_files(tmp_path: Path) -> None:
 
 
 CONFIGS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"model_type": "../../tmp/x"}, "model_type is '../../tmp/x'"),  # is a part of a path while transformers reads the config
+    (
+        {"model_type": "../../tmp/x"},
+        "model_type is '../../tmp/x'",
+    ),  # is a part of a path while transformers reads the config
     ({"hidden_size": "32"}, "hidden_size is '32'"),
     ({"num_attention_heads": 0}, "num_attention_heads is 0"),
     ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000"),
@@ -54,7 +57,7 @@ def test_a_field_that_is_needed_is_named(tmp_path: Path) -> None:
     config = llama_config()
     del config["hidden_size"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SurgeryError, match="config.json has no hidden_size"):
+    with pytest.raises(SurgeryError, match="json has no hidden_size"):
         upcycle(open_checkpoint(tmp_path), experts=2)
 
 

@@ -32,7 +32,10 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def test_one_at_a_time(folder: Path) -> None:
     with held(folder):
         for _ in range(2):
-            with pytest.raises(SurgeryError, match=f"another process is writing .*out: {os.getpid()} on "), held(folder):
+            with (
+                pytest.raises(SurgeryError, match=f"another process is writing .*out: {os.getpid()} on "),
+                held(folder),
+            ):
                 raise AssertionError
     assert not folder.exists()
     with held(folder):

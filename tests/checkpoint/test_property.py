@@ -39,8 +39,12 @@ def tensors(draw: Any) -> dict[str, torch.Tensor]:
         shape = draw(st.lists(st.integers(0, 9) if draw(st.booleans()) else st.integers(1, 9), max_size=3))
         dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
         random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-        raw = torch.randint(0, 256, (*shape, torch.empty(0, dtype=dtype).element_size()), generator=random, dtype=torch.uint8)
-        found[f"layers.{i}.w"] = (raw[..., 0] > 127) if dtype == torch.bool else raw.contiguous().view(dtype).reshape(shape)
+        raw = torch.randint(
+            0, 256, (*shape, torch.empty(0, dtype=dtype).element_size()), generator=random, dtype=torch.uint8
+        )
+        found[f"layers.{i}.w"] = (
+            (raw[..., 0] > 127) if dtype == torch.bool else raw.contiguous().view(dtype).reshape(shape)
+        )
     return found
 
 
@@ -51,7 +55,9 @@ def derivations(values: list[Value]) -> list[tuple[str, Callable[[], Value]]]:
     if lazy.shape and lazy.shape[0] > 1:
         middle = lazy.shape[0] // 2
         found.append(("rows", lambda: (expected[middle:], lazy.rows(middle, lazy.shape[0]))))
-    alike = [(e, t) for e, t in values if t.shape and lazy.shape and (t.dtype, t.shape[1:]) == (lazy.dtype, lazy.shape[1:])]
+    alike = [
+        (e, t) for e, t in values if t.shape and lazy.shape and (t.dtype, t.shape[1:]) == (lazy.dtype, lazy.shape[1:])
+    ]
     if alike:
         found.append(("concatenate", lambda: (torch.cat([e for e, _ in alike]), concatenate([t for _, t in alike]))))
     found.append(("reshape", lambda: (expected.reshape(-1), lazy.reshape(lazy.numel))))
@@ -59,8 +65,15 @@ def derivations(values: list[Value]) -> list[tuple[str, Callable[[], Value]]]:
         found.append(("transpose", lambda: (expected.T, lazy.transpose())))
     if lazy.dtype in FLOATS:
         found.append(("cast", lambda: (expected.to(torch.bfloat16), lazy.cast("BF16"))))
-        found.append(("map", lambda: ((expected.float() * -2).to(expected.dtype), lazy.map("times -2", lambda t: t * -2))))
-        found.append(("constant", lambda: (torch.full(expected.shape, 0.5, dtype=expected.dtype), constant(0.5, lazy.shape, lazy.dtype))))
+        found.append(
+            ("map", lambda: ((expected.float() * -2).to(expected.dtype), lazy.map("times -2", lambda t: t * -2)))
+        )
+        found.append(
+            (
+                "constant",
+                lambda: (torch.full(expected.shape, 0.5, dtype=expected.dtype), constant(0.5, lazy.shape, lazy.dtype)),
+            )
+        )
     return found
 
 
@@ -154,4 +167,6 @@ def test_random_values_depend_on_their_name_alone(shape: list[int], seed: int, r
     start = rows.draw(st.integers(0, shape[0] - 1))
     again = normal("a", seed, 0.02, tuple(shape), "BF16")
     assert torch.equal(value.read()[start:], again.rows(start, shape[0]).read())
-    assert seed == 5 or value.numel < 8 or not torch.equal(value.read(), normal("a", 5, 0.02, tuple(shape), "BF16").read())
+    assert (
+        seed == 5 or value.numel < 8 or not torch.equal(value.read(), normal("a", 5, 0.02, tuple(shape), "BF16").read())
+    )
