@@ -19,29 +19,26 @@ in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from surgery import modeling
 from surgery.analysis import quality, routing
 from surgery.analysis.copies import torn_copies
+from surgery.analysis.parity import Pair, Progress
 from surgery.analysis.sparsity import REMAINING
 from surgery.analysis.weigh import weigh
 from surgery.calibration.data import Sample, sample_ids
 from surgery.calibration.stock import NameReport, check_names, parse_config, unknown_fields
-from surgery.calibration.walk import Walk
-from surgery.checkpoint import Checkpoint, constant
+from surgery.checkpoint import Checkpoint
 from surgery.families import find, locate
 
-PARITY = 1e-5  # of max(1, std of the source logits)
 LENGTH, WINDOW_MARGIN = 512, 64
 ROUTED_TOKENS = 1024  # that routers are measured on
 SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-Progress = Callable[[str, int, int], None]  # what is done, how many layers of how many
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +105,7 @@ def verify(source: Checkpoint, output: Checkpoint, *, exact: bool, layers: Seque
         return Verification(rows=rows, exact=exact, dtype=result.dtype, sample=texts.samples["evaluation"])
     sample = sample_ids(source, tokens=tokens, sequence_length=sequence_length(source, output, exact))
     last = max(range(locate(output).count) if layers is None else layers)
-    pair = _Pair(source, output, sample.input_ids, dtype=dtype, device=device, last=last, progress=progress)
+    pair = Pair(source, output, sample.input_ids, dtype=dtype, device=device, last=last, progress=progress)
     rows = (*result.rows, *_rows(pair, sample))
     if torn > 1:
         stored = getattr(torch, str(output.config.get("dtype") or output.config.get("torch_dtype") or "float32"))
@@ -227,7 +224,7 @@ def _window(config: Any) -> int:
     return max(sliding, chunked)
 
 
-def _rows(pair: _Pair, sample: Sample) -> Iterator[Row]:
+def _rows(pair: Pair, sample: Sample) -> Iterator[Row]:
     """Finite logits, parity and its control, perplexity of both where the ids are text."""
     compared = pair.compared
     source, output = compared.not_finite
@@ -242,7 +239,7 @@ def _rows(pair: _Pair, sample: Sample) -> Iterator[Row]:
             yield Row(check=f"perplexity of the {name}", value=compared.perplexity(i), detail=detail)
 
 
-def _parity(pair: _Pair) -> Iterator[Row]:
+def _parity(pair: Pair) -> Iterator[Row]:
     """The largest difference against its limit, in fp64 where fp32 cannot tell, and the control."""
     value, limit = pair.compared.delta, pair.compared.limit
     kind = SHORT[pair.dtype]
@@ -258,102 +255,3 @@ def _parity(pair: _Pair) -> Iterator[Row]:
               detail=(f"{sequences} × {length} tokens",))  # fmt: skip
     control, check = pair.control(), f"control: max|Δ| in {kind} with the MLP of layer {pair.last} zeroed"
     yield Row(check=check, value=control, relation=">", limit=limit, passed=not control <= limit)
-
-
-# --- forward passes ---------------------------------------------------------------------------------------------------
-
-
-class _Comparison:
-    """Sums over the logits of both models, of `sequences` rows of ids: everything that the rows are made of."""
-
-    def __init__(self, sequences: int) -> None:
-        self.deltas = torch.zeros(sequences, dtype=torch.float64)  # max|Δ| of each; Python's max would lose a NaN
-        self.total = self.squares = 0.0  # of the source's logits
-        self.count = self.scored = 0
-        self.not_finite = [0, 0]
-        self.nll = [0.0, 0.0]
-
-    def add(self, rows: slice, logits: tuple[Tensor, Tensor], targets: Tensor) -> None:
-        """Logits of source and output [b, n, V]; the tokens that follow [b, n], one fewer at the end of a sequence."""
-        a, b = logits
-        self.deltas[rows] = torch.maximum(self.deltas[rows], (a - b).abs().amax((1, 2)).double().cpu())
-        self.total += a.sum(dtype=torch.float64).item()
-        self.squares += a.double().square().sum().item()
-        self.count += a.numel()
-        self.scored += targets.numel()
-        for i, x in enumerate(logits):
-            self.not_finite[i] += int((~x.isfinite()).sum())
-            flat = x[:, : targets.shape[1]].flatten(0, 1)
-            self.nll[i] += torch.nn.functional.cross_entropy(flat, targets.flatten(), reduction="sum").item()
-
-    @property
-    def delta(self) -> float:
-        return self.deltas.max().item()
-
-    @property
-    def limit(self) -> float:
-        mean = self.total / self.count
-        return PARITY * max(1.0, math.sqrt(max(0.0, self.squares / self.count - mean * mean)))
-
-    def perplexity(self, i: int) -> float:
-        return math.exp(min(self.nll[i] / self.scored, 700.0))  # a double ends soon after
-
-
-class _Pair:
-    """Source and output at the end of their walks, over the same ids; `last` is the last converted layer."""
-
-    def __init__(self, source: Checkpoint, output: Checkpoint, input_ids: Tensor, *, dtype: torch.dtype, device: str,
-                 last: int, progress: Progress) -> None:  # fmt: skip
-        self.input_ids, self.dtype, self.device = input_ids, dtype, device
-        self.last, self.progress = last, progress
-        self.source, self.output = (Walk(c, input_ids, dtype=dtype, device=device) for c in (source, output))
-        self.before_last: list[Tensor] = []  # the first batch, as it enters that layer of the output
-        again = " in fp64" if dtype == torch.float64 else ""
-        for name, walk in (("source", self.source), ("output", self.output)):
-            for layer in walk:
-                if walk is self.output and layer.index == last:
-                    self.before_last = layer.hidden[:1]
-                layer.run()
-                progress(f"{name} layers{again}", layer.index + 1, len(walk))
-        self.compared = self._compare(self.source, self.output)
-
-    @property
-    def worst(self) -> int:
-        """The sequence where they differ most."""
-        return int(self.compared.deltas.argmax())
-
-    def rounding(self, narrow: _Pair) -> float:
-        """max|Δ| of the source's logits from those of `narrow`, of which this is the worst sequence."""
-        hidden = [row[None] for batch in narrow.source.hidden for row in batch][narrow.worst]
-        again = narrow.source.fork(narrow.source.checkpoint, [hidden])
-        both = zip(self.source.logits(), again.logits(), strict=True)
-        return max((a.cpu() - b.cpu()).abs().max().item() for (_, a), (_, b) in both)
-
-    def in_fp64(self) -> _Pair:
-        """Both again in fp64, on the sequence where they differ most."""
-        worst = self.worst
-        device = "cpu" if self.device.startswith("mps") else self.device  # which has no fp64
-        return _Pair(self.source.checkpoint, self.output.checkpoint, self.input_ids[worst : worst + 1],
-                     dtype=torch.float64, device=device, last=self.last, progress=self.progress)  # fmt: skip
-
-    def control(self) -> float:
-        """max|Δ| on the first batch with the output's MLP of the last converted layer zeroed: it must be caught."""
-        zeroed = self.output.fork(without_mlp(self.output.checkpoint, self.last), self.before_last)
-        for layer in zeroed.steps(start=self.last):
-            layer.run()
-            self.progress("control layers", layer.index + 1 - self.last, len(zeroed) - self.last)
-        return self._compare(self.source.fork(self.source.checkpoint, self.source.hidden[:1]), zeroed).delta
-
-    def _compare(self, source: Walk, output: Walk) -> _Comparison:
-        compared = _Comparison(len(self.input_ids))
-        for ((rows, positions), a), (_, b) in zip(source.logits(), output.logits(), strict=True):
-            following = slice(positions.start + 1, positions.stop + 1)
-            logits = (a, b) if a.dtype == torch.float64 else (a.float(), b.float())
-            compared.add(rows, logits, self.input_ids[rows, following].to(a.device))
-        return compared
-
-
-def without_mlp(checkpoint: Checkpoint, index: int) -> Checkpoint:
-    """The checkpoint with every tensor of the MLP of layer `index` zero."""
-    names, tensors = locate(checkpoint).mlp_names(index), dict(checkpoint.tensors)
-    return checkpoint.replace(tensors=tensors | {n: constant(0.0, tensors[n].shape, tensors[n].dtype) for n in names})
