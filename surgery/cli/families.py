@@ -25,24 +25,38 @@ def families_command(as_json: bool) -> None:
     if as_json:
         return screen.echo_json(rows)
     table = Table(title=f"{len(rows)} families; every one can be inspected", title_justify="left")
-    for column in ("model_type", "MLP", "activation", "upcycle", "relufy"):
+    for column in ("model_type", "MLP", "activation", "upcycle to", "relufy", "carve, memory, splinify"):
         table.add_column(column)
     for r in rows:
-        table.add_row(r["model_type"], r["mlp"], r["activation"], ", ".join(r["upcycle"]), "yes" if r["relufy"] else "")
+        table.add_row(
+            r["model_type"],
+            r["mlp"],
+            r["activation"],
+            ", ".join(r["upcycle"]),
+            ", ".join(r["relufy"]),
+            "yes" if r["blocks"] else "",
+        )
     screen.show(table)
+    screen.show_notes(
+        [
+            "surgery, and with code: a block whose code travels with the checkpoint (trust_remote_code), of a language model alone"
+        ]
+    )
 
 
 def _rows() -> list[dict[str, Any]]:
     from surgery.families import known
     from surgery.families.targets import ROUTES
 
+    blocks = {f.model_type: bool(f.mlp) and not f.is_moe for f in known().values()}  # a module that another can replace
     return [
         {
             "model_type": f.model_type,
             "mlp": ("experts, " if f.is_moe else "") + ("gated" if f.gated else "plain"),
             "activation": f.activation,
-            "upcycle": [r.target for r in ROUTES if r.source == f.model_type],
-            "relufy": bool(f.activation_key),
+            "upcycle": [r.target for r in ROUTES if r.source == f.model_type] + ["surgery"] * blocks[f.model_type],
+            "relufy": ["stock"] * bool(f.activation_key) + ["with code"] * blocks[f.model_type],
+            "blocks": blocks[f.model_type],
         }
         for f in known().values()
     ]

@@ -78,7 +78,7 @@ USAGE = {
     ("--experts", "2", "--top-k", "4"): ("top-k 4 of 2 experts",),
     ("--top-k", "0"): ("top-k 0",),
     ("--router-std", "-1"): ("-1.0",),
-    ("--layers", "3"): ("layer 3 of a model with 3 layers", "0 to 2"),
+    ("--layers", "3"): ("layers [3] of a model with 3", "0 to 2"),
     ("--layers", "2-1"): ("'2-1'", "0-7,12,20-23"),
     ("--layers", "all"): ("'all'", "0-7,12,20-23"),
     ("--layers", ""): ("''", "0-7,12,20-23"),
@@ -116,7 +116,7 @@ def test_other_commands(arguments: tuple[str, ...], code: int, words: tuple[str,
 
 def test_layers_that_must_stay_together(call: Call, model: Path) -> None:
     """Mixtral has experts in every layer: a part of them is no wrong number but a thing it cannot do."""
-    assert_two_lines(call("upcycle", model, "--layers", "0-1"), "mixtral has experts in every layer", "--layers")
+    assert_two_lines(call("upcycle", model, "--target", "mixtral", "--layers", "0-1"), "mixtral has experts in every layer", "--layers")
 
 
 def test_the_output_below_a_file(call: Call, model: Path) -> None:
