@@ -220,21 +220,26 @@ def _both(neurons: Neurons, gate: Tensor, up: Tensor, sparsity: float, per_neuro
     """dReLU cuts gate and up at the same quantile, found by bisection; never below 0, where ReLU cuts."""
     low, high = 0.0, 1.0
     found: dict[str, Tensor] = {}
+    ordered = {name: _sample(t, per_neuron).sort(0).values for name, t in (("threshold", gate), ("threshold_up", up))}
     for _ in range(12):
         middle = (low + high) / 2
-        found = {"threshold": quantile(gate, middle, per_neuron).clamp_min(0),
-                 "threshold_up": quantile(up, middle, per_neuron).clamp_min(0)}  # fmt: skip
-        live = dataclasses.replace(neurons, **found).multiply(gate, up).count_nonzero().item()
+        found = {name: t[max(0, round(middle * len(t)) - 1)].clamp_min(0) for name, t in ordered.items()}
+        live = ((gate > found["threshold"]) & (up > found["threshold_up"])).sum().item()
         low, high = (middle, high) if 1 - live / gate.numel() < sparsity else (low, middle)
     return found
 
 
 def quantile(values: Tensor, fraction: float, per_neuron: bool) -> Tensor:
-    """The value with this fraction of `values` [n, F] below it: [1] (of QUANTILE values at most), or [F] by column."""
+    """The value with this fraction of `values` [n, F] below it: [1], or [F] by column."""
+    values = _sample(values, per_neuron)
+    return values.kthvalue(max(1, round(fraction * len(values))), dim=0).values
+
+
+def _sample(values: Tensor, per_neuron: bool) -> Tensor:
+    """`values` [n, F], or QUANTILE of them at most as one column [n, 1]."""
     if per_neuron:
-        return values.kthvalue(max(1, round(fraction * len(values))), dim=0).values
-    values = values.flatten()[:: max(1, values.numel() // QUANTILE) | 1]  # odd, so as not to fall on few neurons
-    return values.kthvalue(max(1, round(fraction * values.numel()))).values[None]
+        return values
+    return values.flatten()[:: max(1, values.numel() // QUANTILE) | 1, None]  # odd, so as not to fall on few neurons
 
 
 def cost(neurons: Neurons, act: str, rows: Rows, levels: Sequence[float], rank: int = 0) -> list[float]:
