@@ -40,6 +40,7 @@ _WHY = {
     "memory": "A memory layer looks few values up in a large table: parameters that cost next to no work per token.",
     "splinify": "The activation becomes learnable: a function of zeros beside it, which training can shape.",
     "cast": "The weights are stored in another dtype.",
+    "finetune": "Training gives back what the conversion cost, or makes use of what it added.",
 }  # fmt: skip
 _TAGS = {"upcycle": ("mixture-of-experts", "upcycling"), "relufy": ("activation-sparsity", "relufication"),
          "carve": ("mixture-of-experts", "moefication"), "memory": ("memory-layers",), "splinify": ("kan",)}  # fmt: skip
@@ -65,7 +66,8 @@ def what(operation: str, p: Parameters, layers: int) -> str:
             "ridge": ", down_proj refitted to what it should give",
             "reconstruct": ", gate, up and down optimised",
         }
-        return f"{where} got the activation {p['activation']}{zeros}{repair.get(str(p.get('repair')), ', nothing was repaired')}"
+        bypass = f", with a linear bypass of rank {p['bypass']}" if p.get("bypass") else ""
+        return f"{where} got the activation {p['activation']}{zeros}{bypass}{repair.get(str(p.get('repair')), ', nothing was repaired')}"
     if operation == "cast":
         return f"the weights are stored in {p['dtype']}"
     if operation == "carve":
@@ -75,6 +77,8 @@ def what(operation: str, p: Parameters, layers: int) -> str:
     if operation == "memory":
         place = "got a memory beside it" if p.get("place") != "replace" else "gave its place to a memory"
         return f"{where} {place}"
+    if operation == "finetune":
+        return "it was trained"
     verbs = {"splinify": "got a learnable activation"}
     return f"{where} {verbs.get(operation, 'was changed by ' + operation)}"
 
@@ -84,6 +88,9 @@ def why(operation: str) -> str:
 
 
 def limits(operations: Sequence[str]) -> list[str]:
+    """What is to be known of a model that was not trained since; a fine-tune makes it another."""
+    if "finetune" in operations:
+        return []
     return [_LIMITS[o] for o in dict.fromkeys(operations) if o in _LIMITS]
 
 
