@@ -58,7 +58,7 @@ def memory_command(shared: Converting, calibration: dict[str, Any], layers: str 
       slots   the MLP's own neurons that matter most, and a memory of what they lack
       fit     an affine map, and a memory of what it lacks
       zero    a memory of zeros: the model without that MLP
-      random  as memory layers are drawn to be trained from scratch: ruins the model
+      random  as memory layers are drawn to be trained from scratch
 
     \b
     Examples:

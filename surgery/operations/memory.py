@@ -1,8 +1,8 @@
 """Memory layers: a product-key memory beside an MLP, exactly, or in its place, fitted on calibration text.
 
-Published memory layers (Memory Layers at Scale, Berges et al. 2024, arXiv 2412.09764) are trained from scratch; put into a
-trained model as they are initialised, they destroy it. Beside the MLP a memory adds zero until it is trained. In its place the
-init is fitted, a layer at a time, on what the converted layers before it give (memory_fit.py).
+Published memory layers (Memory Layers at Scale, Berges et al. 2024, arXiv 2412.09764) are trained from scratch, and
+in a trained model they would be noise in the place of what it learned. Beside the MLP a memory adds zero until it is trained.
+In its place the init is fitted, a layer at a time, on what the converted layers before it give (memory_fit.py).
 
 Bytes are counted as a token reads them: query, keys and projections whole, the rows of the table that are looked up, the
 neurons that were kept.
@@ -212,11 +212,11 @@ def _notes(job: _Job, checkpoint: Checkpoint, tensors: Mapping[str, LazyTensor])
         notes.append("nothing is added until it is trained; at first only the output projection has a gradient")
     elif not job.fitted:
         notes.append(
-            f"--init {job.init} in the MLP's place ruins the model: perplexity is measured, train it before any use"
+            f"--init {job.init} in the MLP's place leaves the model without that MLP or worse: perplexity is measured, train it before any use"
         )
     else:
         notes.append(
-            f"layers {', '.join(map(str, job.layers))} were fitted on calibration text, and nothing was trained"
+            f"layers {', '.join(map(str, job.layers))} were fitted on calibration text, not on the language-model loss"
         )
     notes.append(
         "loads with trust_remote_code=True: its code goes along; other runtimes (llama.cpp, vLLM) cannot run it"
