@@ -3,6 +3,7 @@
   python benchmarks/carve.py MODEL                                      # 25, 50 and 75% of 16 parts, every method's default
   python benchmarks/carve.py MODEL --active 75 --methods mass cmoe:analytic:3 kmeans:centroids random
   python benchmarks/carve.py MODEL --relufy relu:ridge --experts 64 --active 30
+  python benchmarks/carve.py MODEL --held 2,15,29 --experts 64          # of these layers, what single neurons would hold
 
 METHOD[:ROUTER[:SHARED]] is carved with its router and with the oracle, on built-in mixed text, and measured on held-out
 speeches, fp32. With --relufy ACTIVATION[-SPARSITY]:REPAIR the model is relufied first, in memory, and that is what the
@@ -15,9 +16,12 @@ import resource
 import time
 from typing import Any
 
+import torch
+
 from surgery.analysis.carving import Point, Sweep, sweep
 from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, open_checkpoint
+from surgery.operations import carve, carving, repair
 from surgery.operations.relufy import relufy
 
 
@@ -42,6 +46,38 @@ def _row(p: Point, dense: float) -> dict[str, object]:
             "recall": mean(p.recall), "mass": mean(p.mass_recall)}  # fmt: skip
 
 
+def held(source: Checkpoint, options: argparse.Namespace) -> None:
+    """The mass and the error of the oracle's choice, of groups and of single neurons, on rows that were not grouped by."""
+    settings = Calibration(tokens=options.tokens, dtype="fp32")
+    sample, wanted = settings.sample(source), [int(i) for i in options.held.split(",")]
+    for layer in settings.walk(source, sample.input_ids):
+        if layer.index in wanted:
+            rows = repair.observe(layer, carve.locate(source), sample, list(layer.outputs()), feedback=0.0)
+            for percent in map(float, options.active.split(",")):
+                cut = carving.Cut(experts=options.experts, active=round(percent / 100 * options.experts), shared=0,
+                                  method="mass", router="oracle", repair="none", seed=0)  # fmt: skip
+                print(f"layer {layer.index}, {percent:g}% active:", *_held(source, layer.index, rows, cut))
+        if layer.index == max(wanted):
+            return
+
+
+def _held(source: Checkpoint, index: int, rows: repair.Rows, cut: carving.Cut) -> tuple[str, ...]:
+    blocks = carve.locate(source)
+    carved, _ = carving.fit(
+        repair.Neurons.of(blocks.mlp(index), rule="plain", act=carve.activation(blocks)), rows, cut, {}
+    )
+    z, y = rows.z[rows.fitted :], rows.y[rows.fitted :]
+    h = repair.Neurons.product(carved, z)
+    energy = (h * carved.norm).square()
+    best = energy.topk(h.shape[1] * cut.active // cut.experts, dim=1)
+    alone = torch.zeros_like(h).scatter_(1, best.indices, 1.0)
+    mass = carved.mass(h)
+    shares = (best.values.sum(1) / energy.sum(1)).mean(), (mass * carved.choose(mass)).sum(1).mean()
+    errors = ((given - y).square().sum() / y.square().sum() for given in (carved.output(h * alone, z), carved(z)))
+    return ("mass of neurons, of groups", *(f"{s:.4f}" for s in shares), "error of neurons, of groups",
+            *(f"{e:.4f}" for e in errors))  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -53,11 +89,14 @@ def main() -> None:
     parser.add_argument("--relufy-tokens", type=int, default=16384)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--evaluate", type=int, default=4096)
+    parser.add_argument("--held", metavar="LAYERS")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     source = open_checkpoint(options.model)
     if options.relufy:
         source = relufied(source, options.relufy, options.relufy_tokens)
+    if options.held:
+        return held(source, options)
     for method in options.methods:
         name, router, shared, *_ = [*method.split(":"), "", ""]
         start = time.process_time()

@@ -290,7 +290,7 @@ def record(room: Room, draw: random.Random) -> None:
 
 
 TARGETS: dict[str, tuple[Callable[[Room, random.Random], None], float]] = {  # and the part of the inputs
-    "header": (header, 0.42), "index": (index, 0.2), "config": (config, 0.12), "names": (names, 0.005), "recipe": (recipes, 0.1),
+    "header": (header, 0.415), "index": (index, 0.2), "config": (config, 0.12), "names": (names, 0.005), "recipe": (recipes, 0.1),
     "record": (record, 0.16),
 }  # fmt: skip
 

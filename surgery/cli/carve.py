@@ -85,6 +85,8 @@ def carve_command(shared: Converting, calibration: dict[str, Any], sweep: str | 
     if plot and not sweep:
         raise UsageError("--plot draws a sweep", "give --sweep 25,50,75,100 with it")
     options["shared"], chosen = shared_parts, parse_layers(layers)
+    if sweep and (shared.out or shared.dry_run or active is not None):
+        raise UsageError("--sweep writes nothing, and --out, --dry-run and --active are of an output", "leave them out")
     if sweep:
         _sweep(shared, calibration, _fractions(sweep), plot, chosen, options)
         return 0

@@ -49,8 +49,9 @@ def balanced(cost: Tensor, price: NDArray[numpy.float64] | None = None) -> Tenso
     move, mover = numpy.empty((groups, groups)), numpy.zeros((groups, groups), dtype=numpy.int64)
     for g in range(groups):
         _cheapest_moves(c, label, g, move, mover)
+    least = 1e-12 * (abs(c).max() + abs(price).max())  # less may be rounding, and a cycle of moves gain for ever
     while (sizes > width).any():
-        chain = _chain(move, sizes > width, sizes < width)
+        chain = _chain(move, sizes > width, sizes < width, least)
         for g, h in pairwise(chain):
             label[mover[g, h]] = h
         sizes[chain[0]] -= 1
@@ -85,15 +86,18 @@ def _cheapest_moves(c: NDArray[numpy.float64], label: NDArray[numpy.int64], g: i
     move[g], mover[g] = costs[best, numpy.arange(len(move))], members[best]
 
 
-def _chain(move: NDArray[numpy.float64], over: NDArray[numpy.bool_], under: NDArray[numpy.bool_]) -> list[int]:
-    """The groups on the shortest path from one with too many points to one with too few (Bellman and Ford)."""
+def _chain(
+    move: NDArray[numpy.float64], over: NDArray[numpy.bool_], under: NDArray[numpy.bool_], least: float
+) -> list[int]:
+    """The groups on the shortest path from one with too many points to one with too few (Bellman and Ford); a detour must
+    gain `least`."""
     distance = numpy.where(over, 0.0, numpy.inf)
     before = numpy.full(len(move), -1)
     for _ in range(len(move)):
         through = distance[:, None] + move
         best = through.argmin(0)
         found = through[best, numpy.arange(len(move))]
-        shorter = found < distance - 1e-12 * (1 + numpy.abs(distance, where=numpy.isfinite(distance), out=numpy.ones_like(distance)))  # fmt: skip
+        shorter = found < distance - least
         if not shorter.any():
             break
         distance[shorter], before[shorter] = found[shorter], best[shorter]

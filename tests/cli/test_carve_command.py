@@ -66,6 +66,7 @@ def test_the_table_of_a_sweep(call: Call) -> None:
 @pytest.mark.parametrize(("options", "words"), [
     (("--sweep", "half"), ("'half'", "25,50,75,100")),
     (("--plot", "a.png"), ("--plot draws a sweep",)),
+    (("--sweep", "50", "--active", "4"), ("--sweep writes nothing", "leave them out")),
     (("--sweep", "50", "--plot", "a.gif"), ("a.gif", ".png, .svg, .pdf")),
     (("--experts", "7"), ("7 experts do not divide 64 neurons", "2, 4, 8 would")),
 ])  # fmt: skip

@@ -43,6 +43,17 @@ def test_a_balanced_assignment_is_the_best(points: int, groups: int, kind: str) 
     assert cost.double()[torch.arange(points), label].sum().item() == pytest.approx(best, rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_rounding_does_not_move_points_for_ever(seed: int) -> None:
+    """From prices so large that the cheapest group is often chosen by their rounding: it ends, and near the best."""
+    cost = torch.randn(96, 8, generator=draw(seed)).exp() ** 3
+    prices = 1e9 * numpy.random.default_rng(seed).standard_normal(8)
+    label = partition.balanced(cost, prices)
+    assert sizes(label, 8) == [12] * 8
+    best = cost[torch.arange(96), partition.balanced(cost)].sum().item()
+    assert cost[torch.arange(96), label].sum().item() == pytest.approx(best, rel=1e-3)
+
+
 def test_points_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="10 points"):
         partition.balanced(torch.zeros(10, 3))
