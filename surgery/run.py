@@ -98,6 +98,8 @@ def suffix(checkpoint: Checkpoint) -> str:
         elif step.operation == "upcycle":
             parts.append(f"{p['target']}-{p['experts']}x-top{p['top_k']}".replace("_", "-"))
             parts += [f"{word}{p[key]:g}" for key, word in _CHANGES.items() if p.get(key)]
+        elif step.operation == "carve":
+            parts.append(f"carve-{p['active']}of{p['experts']}")
         else:
             parts.append(str(p.get("activation") or p.get("dtype") or step.operation))
     return "-".join(parts) or "copy"
