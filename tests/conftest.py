@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Code that travels is imported from a copy in this folder, under names that processes would share.
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="surgery-modules-")
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 JOB = Path(__file__).parent / "transformers_4.py"
 

@@ -240,6 +240,8 @@ def _notes(job: _Job, activation: str) -> tuple[str, ...]:
     elif not job.native:
         notes.append("loads with trust_remote_code=True: stock transformers cannot compute it, its code goes along; "
                      "other runtimes (llama.cpp, vLLM) cannot run it")  # fmt: skip
+    if job.repair != "none" and not job.bypass:
+        notes.append("--bypass full repairs much more: a linear map beside the MLP, whose code travels with the checkpoint")
     return tuple(notes)
 
 

@@ -7,7 +7,6 @@ scaled, positions that are learned, experts that the loader fuses, heads that ar
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -263,8 +262,6 @@ class TwinForCausalLM(LlamaForCausalLM):
 @torch.no_grad()
 def test_a_checkpoint_with_its_own_code(tmp_path: Path, monkeypatch: Any) -> None:
     """Its files are read from the checkpoint, wherever that is; its forward is the one that runs."""
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("sys.path", [str(tmp_path / "modules"), *sys.path])
     monkeypatch.setitem(DENSE, "twin", Family(model_type="twin"))
     folder, ids = tmp_path / "model", ids_of(2, 40)
     logits = save_model("llama", folder)(ids).logits
