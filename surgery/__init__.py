@@ -21,7 +21,21 @@ if TYPE_CHECKING:
     from surgery.api import analyze, carve, cast, inspect, memory, open, relufy, splinify, upcycle, verify, write
 
 __version__ = "0.1.0"
-__all__ = ["SurgeryError", "UsageError", "analyze", "carve", "cast", "inspect", "memory", "open", "relufy", "splinify", "upcycle", "verify", "write"]
+__all__ = [
+    "SurgeryError",
+    "UsageError",
+    "analyze",
+    "carve",
+    "cast",
+    "inspect",
+    "memory",
+    "open",
+    "relufy",
+    "splinify",
+    "upcycle",
+    "verify",
+    "write",
+]
 
 
 def __getattr__(name: str) -> Any:

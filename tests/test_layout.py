@@ -50,6 +50,16 @@ def test_imports_go_down(path: Path) -> None:
         if own == "checkpoint":
             assert parts[0] != "transformers"
         if own == "operations" and parts[:2] == ["surgery", "operations"] and len(parts) > 2:
-            assert parts[2] in ("sound", "repair", "reconstruct", "experts", "routers", "memory_init", "memory_fit", "partition", "carving"), "operations do not import each other"
+            assert parts[2] in (
+                "sound",
+                "repair",
+                "reconstruct",
+                "experts",
+                "routers",
+                "memory_init",
+                "memory_fit",
+                "partition",
+                "carving",
+            ), "operations do not import each other"
         if own not in ("cli", "report"):
             assert parts[0] not in ("click", "rich", "tqdm", "matplotlib"), f"{own} shows things: {module}"

@@ -37,7 +37,17 @@ COMMANDS = {  # in the order of the help
 }
 # not surgery.cli.run, which would hide this module's function
 _MODULES = {"run": "recipes", "finetune-script": "finetune"}
-_ALONE = ("inspect", "recipes", "bench", "verify", "finetune-script", "push", "families", "demo", "completion")  # on one process
+_ALONE = (
+    "inspect",
+    "recipes",
+    "bench",
+    "verify",
+    "finetune-script",
+    "push",
+    "families",
+    "demo",
+    "completion",
+)  # on one process
 
 
 class Commands(click.Group):

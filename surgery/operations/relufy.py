@@ -187,11 +187,13 @@ def _check(checkpoint: Checkpoint, activation: str, sparsity: float | None, thre
 
 
 def _rank(bypass: int | str, blocks: Blocks, repair: str) -> int:
+    if not bypass:
+        return 0
     hidden = blocks.mlp(0).down.shape[0]
     rank = hidden if bypass == "full" else int(bypass)
     if not 0 <= rank <= hidden:
         raise UsageError(f"a bypass of rank {rank} in a model of hidden size {hidden}", "give a smaller rank, or full")
-    if rank and repair == "none":
+    if repair == "none":
         raise UsageError("a bypass without a repair that fits it", "take --repair ridge or reconstruct")
     return rank
 
@@ -241,7 +243,9 @@ def _notes(job: _Job, activation: str) -> tuple[str, ...]:
         notes.append("loads with trust_remote_code=True: stock transformers cannot compute it, its code goes along; "
                      "other runtimes (llama.cpp, vLLM) cannot run it")  # fmt: skip
     if job.repair != "none" and not job.bypass:
-        notes.append("--bypass full repairs much more: a linear map beside the MLP, whose code travels with the checkpoint")
+        notes.append(
+            "--bypass full repairs much more: a linear map beside the MLP, whose code travels with the checkpoint"
+        )
     return tuple(notes)
 
 

@@ -37,7 +37,9 @@ def require_whole(blocks: Blocks) -> None:
         raise SurgeryError(f"the checkpoint has no embedding ({', '.join(EMBEDDINGS)})", _INCOMPLETE)
     if blocks.family.is_moe:
         return  # its layers differ by design
-    operated = {i for entry in blocks.checkpoint.config.get("surgery_blocks") or () for i in entry["layers"]}  # have their own
+    operated = {
+        i for entry in blocks.checkpoint.config.get("surgery_blocks") or () for i in entry["layers"]
+    }  # have their own
     layers = {i: blocks.layer(i) for i in range(blocks.count) if i not in operated}
     parts = {n.removeprefix(start) for i, start in layers.items() for n in blocks.names(i)}
     for i, start in layers.items():

@@ -116,7 +116,11 @@ def test_other_commands(arguments: tuple[str, ...], code: int, words: tuple[str,
 
 def test_layers_that_must_stay_together(call: Call, model: Path) -> None:
     """Mixtral has experts in every layer: a part of them is no wrong number but a thing it cannot do."""
-    assert_two_lines(call("upcycle", model, "--target", "mixtral", "--layers", "0-1"), "mixtral has experts in every layer", "--layers")
+    assert_two_lines(
+        call("upcycle", model, "--target", "mixtral", "--layers", "0-1"),
+        "mixtral has experts in every layer",
+        "--layers",
+    )
 
 
 def test_the_output_below_a_file(call: Call, model: Path) -> None:
