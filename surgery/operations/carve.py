@@ -221,7 +221,7 @@ def _work(checkpoint: Checkpoint, job: Job) -> Work:
     if job.needs_data:
         peak += 4 * (4 * job.calibration.tokens * hidden + 4 * SAMPLED + 3 * min(width, 11_008) ** 2)
     return Work(f"carve {parts} {data}\n{source}", lambda work, progress: _run(checkpoint, job, work, progress),
-                total=job.blocks.count if job.needs_data else len(job.layers), peak_memory=peak)  # fmt: skip
+                total=max(job.layers) + 1 if job.needs_data else len(job.layers), peak_memory=peak)  # fmt: skip
 
 
 # --- what is computed ---------------------------------------------------------------------------------------------------
@@ -234,19 +234,11 @@ def _run(checkpoint: Checkpoint, job: Job, work: Work, progress: Callable[[int],
             _fit(job, index, None, "cpu", work)
             progress(1)
         return
-    sample = job.calibration.sample(checkpoint)
-    work.note("sample", sample.as_dict())
-    walk = job.calibration.walk(checkpoint, sample.input_ids)
-    source = walk.twin()
-    for layer in walk:
-        for b, out in enumerate(layer.outputs(source)):
-            source[b] = out
-        if layer.index in job.layers:
-            if not work.has_all(f"{layer.index}."):
-                _fit_on_walk(layer, job, sample, source, work)
-            _install(layer, job, walk, work)
-        layer.run()
-        progress(1)
+    from surgery.operations.repair import convert_layers
+
+    convert_layers(checkpoint, job.calibration, job.layers, work, progress,
+                   fit=lambda layer, sample, source: _fit_on_walk(layer, job, sample, source, work),
+                   install=lambda layer, walk: _install(layer, job, walk, work))  # fmt: skip
 
 
 def _fit_on_walk(layer: Layer, job: Job, sample: Sample, source: Sequence[Tensor], work: Work) -> None:

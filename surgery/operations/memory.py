@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -282,24 +282,14 @@ def _work(checkpoint: Checkpoint, job: _Job) -> Work:
 
 def _calibrate(checkpoint: Checkpoint, job: _Job, work: Work, progress: Callable[[int], None]) -> None:
     """Walk as far as the last of the layers, converting each on what the converted ones before it give."""
-    sample = job.calibration.sample(checkpoint)
-    work.note("sample", sample.as_dict())
-    walk = job.calibration.walk(checkpoint, sample.input_ids)
-    source = walk.twin()
-    for layer in walk:
-        for b, out in enumerate(layer.outputs(source)):
-            source[b] = out
-        if layer.index in job.layers:
-            if not work.has_all(f"{layer.index}."):
-                _fit(layer, job, sample, source, work)
-            _install(layer, job, walk, work)
-        layer.run()
-        progress(1)
-        if layer.index == max(job.layers):
-            break
+    from surgery.operations.repair import convert_layers
+
+    convert_layers(checkpoint, job.calibration, job.layers, work, progress,
+                   fit=lambda layer, sample, source: _fit(layer, job, sample, source, work),
+                   install=lambda layer, walk: _install(layer, job, walk, work))  # fmt: skip
 
 
-def _fit(layer: Layer, job: _Job, sample: Sample, source: list[Tensor], work: Work) -> None:
+def _fit(layer: Layer, job: _Job, sample: Sample, source: Sequence[Tensor], work: Work) -> None:
     from surgery.operations import memory_fit, repair
 
     rows = repair.observe(layer, job.blocks, sample, source)

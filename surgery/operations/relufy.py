@@ -292,7 +292,7 @@ def _work(checkpoint: Checkpoint, job: _Job) -> Work:
     copies = {"none": 1, "ridge": 2, "reconstruct": 5}[job.repair]
     peak = layer * copies + 3 * 4 * tokens * hidden + 2 * 4 * min(width, 11_008) ** 2
     return Work(f"relufy {parts} {job.calibration.identity}\n{source}", lambda work, progress: _calibrate(checkpoint, job, work, progress),
-                total=job.blocks.count, peak_memory=peak)  # fmt: skip
+                total=max(job.layers) + 1, peak_memory=peak)  # fmt: skip
 
 
 # --- what is computed -------------------------------------------------------------------------------------------------
@@ -300,21 +300,15 @@ def _work(checkpoint: Checkpoint, job: _Job) -> Work:
 
 def _calibrate(checkpoint: Checkpoint, job: _Job, work: Work, progress: Callable[[int], None]) -> None:
     """Walk the model, converting each layer on what the converted ones before it give."""
-    sample = job.calibration.sample(checkpoint)
-    work.note("sample", sample.as_dict())
-    if job.allocation == "greedy" and job.sparsity is not None and "allocation" not in work.report:
-        work.note("allocation", _allocate(checkpoint, job, sample))
-    walk = job.calibration.walk(checkpoint, sample.input_ids)
-    source = walk.twin()
-    for layer in walk:
-        for b, out in enumerate(layer.outputs(source)):
-            source[b] = out
-        if layer.index in job.layers:
-            if not work.has_all(f"{layer.index}."):
-                _fit(layer, job, sample, source, work)
-            _install(layer, job, walk, work)
-        layer.run()
-        progress(1)
+    from surgery.operations.repair import convert_layers
+
+    def first(sample: Sample) -> None:
+        if job.allocation == "greedy" and job.sparsity is not None and "allocation" not in work.report:
+            work.note("allocation", _allocate(checkpoint, job, sample))
+
+    convert_layers(checkpoint, job.calibration, job.layers, work, progress, first=first,
+                   fit=lambda layer, sample, source: _fit(layer, job, sample, source, work),
+                   install=lambda layer, walk: _install(layer, job, walk, work))  # fmt: skip
 
 
 def _allocate(checkpoint: Checkpoint, job: _Job, sample: Sample) -> dict[str, float]:

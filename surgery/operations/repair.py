@@ -25,7 +25,7 @@ Shapes: N tokens that count, H hidden_size, F intermediate_size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,9 @@ from transformers.activations import ACT2FN
 
 from surgery.calibration.data import Sample
 from surgery.calibration.observe import tapped
-from surgery.calibration.walk import Layer
+from surgery.calibration.settings import Calibration
+from surgery.calibration.walk import Layer, Walk
+from surgery.checkpoint import Checkpoint, Work
 from surgery.checkpoint.tensors import DTYPES
 from surgery.families import Blocks, Mlp
 from surgery.modeling.sparse_mlp import RULES
@@ -134,6 +136,32 @@ class Neurons:
     def __call__(self, z: Tensor) -> Tensor:
         """y [n, H] of inputs [n, H]."""
         return self.output(self.product(z), z)
+
+
+def convert_layers(checkpoint: Checkpoint, calibration: Calibration, layers: Sequence[int], work: Work, progress: Callable[[int], None],
+                   *, fit: Callable[[Layer, Sample, Sequence[Tensor]], None], install: Callable[[Layer, Walk], None],
+                   first: Callable[[Sample], None] = lambda sample: None) -> None:  # fmt: skip
+    """Walk to the last of `layers` over calibration text; each is fitted on what the converted ones before it give.
+
+    `fit` puts what the work promised under "INDEX." and is told the source's own stream after the layer, [b, T, H] for each
+    batch; where an interrupted run has done so it is left out. `install` puts that into the layer. `first` sees the sample.
+    """
+    sample = calibration.sample(checkpoint)
+    work.note("sample", sample.as_dict())
+    first(sample)
+    walk = calibration.walk(checkpoint, sample.input_ids)
+    source = walk.twin()
+    for layer in walk:
+        for b, out in enumerate(layer.outputs(source)):
+            source[b] = out
+        if layer.index in layers:
+            if not work.has_all(f"{layer.index}."):
+                fit(layer, sample, source)
+            install(layer, walk)
+        layer.run()
+        progress(1)
+        if layer.index == max(layers):
+            break
 
 
 def observe(layer: Layer, blocks: Blocks, sample: Sample, source: Sequence[Tensor], feedback: float = FEEDBACK) -> Rows:
