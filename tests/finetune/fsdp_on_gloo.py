@@ -13,7 +13,11 @@ os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
 
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from torch import distributed
 
 PartialState._prepare_backend = lambda self, *_: ("gloo", DistributedType.MULTI_GPU)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
+distributed.barrier()  # the first process may still be writing
+sys.stdout.flush()
+os._exit(0)  # threads of gloo that outlive the interpreter would end it with an error
