@@ -115,13 +115,19 @@ def memory(checkpoint: Checkpoint, *, layers: Collection[int] | str | None = Non
     changes = with_blocks(checkpoint, entries)
     work = _work(checkpoint, job) if job.fitted else None
     tensors = _tensors(checkpoint, job, work)
-    given = {"layers": list(chosen), "place": place, "init": init if place == "replace" else None, "kind": kind, "slots": slots,
-             "heads": heads, "knn": knn, "key_dim": key_dim, "value_dim": value_dim, "own_tables": own_tables or None,
-             "sparse_gradients": sparse_gradients or None, "reads": reads if job.fitted and reads != 0.5 else None, "seed": seed or None, "distill": distill or None,
-             "calibration": calibrated.as_dict() or None if work else None}  # fmt: skip
-    step = Step(operation="memory", parameters={k: v for k, v in given.items() if v is not None}, exact=place == "beside", layers=chosen,
+    given = _parameters(job, {"kind": kind, **sizes, "value_dim": value_dim, "own_tables": own_tables or None,
+                              "sparse_gradients": sparse_gradients or None}, reads)  # fmt: skip
+    step = Step(operation="memory", parameters=given, exact=place == "beside", layers=chosen,
                 notes=_notes(job, checkpoint, tensors), work=work)  # fmt: skip
     return checkpoint.replace(step=step, tensors=tensors, **changes)
+
+
+def _parameters(job: _Job, options: Mapping[str, Any], reads: float) -> dict[str, Any]:
+    """What makes the same again: `options` that were given, and what they decided."""
+    found = {"layers": list(job.layers), "place": job.place, "init": job.init if job.place == "replace" else None, **options,
+             "reads": reads if job.fitted and reads != 0.5 else None, "seed": job.seed or None, "distill": job.distill or None,
+             "calibration": job.calibration.as_dict() or None if job.fitted else None}  # fmt: skip
+    return {k: v for k, v in found.items() if v is not None}
 
 
 # --- what is asked for ------------------------------------------------------------------------------------------------
