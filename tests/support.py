@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -112,3 +113,26 @@ def assert_two_lines(ran: Ran, *words: str, code: int = 1) -> None:
     assert ran.out == ""
     for word in words:
         assert word in ran.err, ran.err
+
+
+def found_by_transformers_4(outputs: Mapping[str, Path], modules: Path) -> dict[str, Any]:
+    """What transformers 4.57 finds of written outputs beside their OUTPUT.pt (modeling/load_travelling.py), in one process: its
+    import costs more than all the models. `modules` is where it keeps the code that travels."""
+    folder = os.environ.get("SURGERY_TRANSFORMERS_4")
+    if not folder:
+        pytest.skip("SURGERY_TRANSFORMERS_4 names no folder with transformers 4.57")
+    job = {name: {"folder": str(output), "expected": f"{output}.pt"} for name, output in outputs.items()}
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(Path(folder).expanduser()),
+        "HF_HUB_OFFLINE": "1",
+        "HF_MODULES_CACHE": str(modules),
+    }
+    script = Path(__file__).parent / "modeling" / "load_travelling.py"
+    done = subprocess.run(
+        [sys.executable, script], input=json.dumps(job), env=variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert result["version"].startswith("4.57."), result["version"]
+    return result

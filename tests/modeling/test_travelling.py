@@ -8,10 +8,7 @@ them.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +17,13 @@ import torch
 import transformers
 from models import LAYERS, greedy, logits_of, sample_ids
 from safetensors.torch import load_file, save_file
+from support import found_by_transformers_4
 from travelling import CASES, added, family_of, hook, write
 
 from surgery import modeling
 from surgery.calibration import stock
 from surgery.calibration.walk import Walk
 from surgery.checkpoint import open_checkpoint
-
-JOB = Path(__file__).parent / "load_travelling.py"
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -234,17 +230,7 @@ class NegativeMLP(nn.Module):
 @pytest.fixture(scope="module")
 def found_by_4(shop: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every case, in one process: its import costs more than all the models."""
-    folder = os.environ.get("SURGERY_TRANSFORMERS_4")
-    if not folder:
-        pytest.skip("SURGERY_TRANSFORMERS_4 names no folder with transformers 4.57")
-    job = {case: {"folder": str(shop.case(case)), "expected": f"{shop.case(case)}.pt"} for case in CASES}
-    environment = {**os.environ, "PYTHONPATH": str(Path(folder).expanduser()), "HF_HUB_OFFLINE": "1",
-                   "HF_MODULES_CACHE": str(tmp_path_factory.mktemp("modules"))}  # fmt: skip
-    done = subprocess.run([sys.executable, JOB], input=json.dumps(job), env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout)
-    assert result["version"].startswith("4.57."), result["version"]
-    return result
+    return found_by_transformers_4({case: shop.case(case) for case in CASES}, tmp_path_factory.mktemp("modules"))
 
 
 @pytest.mark.parametrize("case", CASES)

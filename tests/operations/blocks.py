@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from models import greedy, load, logits_of, sample_ids, save_model
+from support import found_by_transformers_4
 
 from surgery.checkpoint import Checkpoint, make_plan, open_checkpoint, write
-
-JOB = Path(__file__).parent.parent / "modeling" / "load_travelling.py"
 
 
 class Shop:
@@ -61,18 +55,7 @@ def expected(output: Path) -> dict[str, Any]:
 
 def found_by_4(shop: Shop, modules: Path) -> dict[str, Any]:
     """What transformers 4.57 finds, every case in one process: its import costs more than all the models."""
-    folder = os.environ.get("SURGERY_TRANSFORMERS_4")
-    if not folder:
-        pytest.skip("SURGERY_TRANSFORMERS_4 names no folder with transformers 4.57")
-    outputs = {name: str(shop.case(name)[1]) for name in shop.cases}
-    job = {name: {"folder": output, "expected": f"{output}.pt"} for name, output in outputs.items()}
-    environment = {**os.environ, "PYTHONPATH": str(Path(folder).expanduser()), "HF_HUB_OFFLINE": "1",
-                   "HF_MODULES_CACHE": str(modules)}  # fmt: skip
-    done = subprocess.run([sys.executable, JOB], input=json.dumps(job), env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout)
-    assert result["version"].startswith("4.57."), result["version"]
-    return result
+    return found_by_transformers_4({name: shop.case(name)[1] for name in shop.cases}, modules)
 
 
 def assert_same_by_4(found: dict[str, Any], files: list[str]) -> None:

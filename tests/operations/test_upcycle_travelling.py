@@ -7,10 +7,6 @@ loses its tie, copies of which a token gets a part.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +16,7 @@ import torch
 import transformers
 from models import LAYERS, VOCAB, greedy, load, logits_of, sample_ids, save_model
 from safetensors.torch import load_file
+from support import found_by_transformers_4
 
 from surgery.analysis.copies import torn_copies
 from surgery.checkpoint import Checkpoint, make_plan, open_checkpoint, write
@@ -27,7 +24,6 @@ from surgery.operations.experts import joined, part
 from surgery.operations.upcycle import upcycle
 from surgery.verification import verify
 
-JOB = Path(__file__).parent.parent / "modeling" / "load_travelling.py"
 FINE: dict[str, Any] = {"granularity": 4, "experts": 12, "top_k": 6, "shared": 1}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, {}) for name in ("gemma2", "gemma3_text", "gpt2", "gpt_neox", "falcon", "nemotron")
@@ -253,17 +249,7 @@ def test_dropped_neurons_have_their_biases_drawn_too(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def found_by_4(shop: Shop, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = os.environ.get("SURGERY_TRANSFORMERS_4")
-    if not folder:
-        pytest.skip("SURGERY_TRANSFORMERS_4 names no folder with transformers 4.57")
-    job = {n: {"folder": str(shop.case(n)[1]), "expected": f"{shop.case(n)[1]}.pt"} for n in CASES}
-    environment = {**os.environ, "PYTHONPATH": str(Path(folder).expanduser()), "HF_HUB_OFFLINE": "1",
-                   "HF_MODULES_CACHE": str(tmp_path_factory.mktemp("modules"))}  # fmt: skip
-    done = subprocess.run([sys.executable, JOB], input=json.dumps(job), env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout)
-    assert result["version"].startswith("4.57."), result["version"]
-    return result
+    return found_by_transformers_4({n: shop.case(n)[1] for n in CASES}, tmp_path_factory.mktemp("modules"))
 
 
 @pytest.mark.parametrize("name", CASES)
