@@ -67,6 +67,7 @@ class Recipe:
         dtype: convert weights to bf16, fp16 or fp32 while writing.
         max_shard_size: largest shard, like 5GB or 500MB.
         verify: prove the output against its source.
+        finetune: options of the script that the output brings, which it then has by itself, like max_steps: 2000.
         push: publish the output on the Hub.
     """
 
@@ -77,6 +78,7 @@ class Recipe:
     dtype: str | None = None
     max_shard_size: str | int | None = None
     verify: bool = True
+    finetune: dict[str, str | int | float | bool] = field(default_factory=dict)
     push: Push | None = None
 
 
@@ -137,7 +139,8 @@ def parse(text: str, name: str, changes: Sequence[str] = ()) -> Recipe:
     push = data.get("push")
     push = push and Push(**({"repo": push} if isinstance(push, str) else push))
     operations = tuple(_entry(e) for e in data["operations"])
-    return Recipe(**{**data, "operations": operations, "push": push, "calibration": data.get("calibration") or {}})
+    parts = {key: data.get(key) or {} for key in ("calibration", "finetune")}
+    return Recipe(**{**data, **parts, "operations": operations, "push": push})
 
 
 def _of_what(path: schema.Keys, data: Mapping[str, Any]) -> str:
@@ -230,15 +233,14 @@ def apply(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint:
     return function("cast")(checkpoint, recipe.dtype) if recipe.dtype else checkpoint
 
 
-def of(
-    output: Checkpoint, *, max_shard_size: int | None = None, verify: bool = True, push: Push | None = None
-) -> Recipe:
+def of(output: Checkpoint, *, max_shard_size: int | None = None, verify: bool = True,
+       finetune: Mapping[str, Any] | None = None, push: Push | None = None) -> Recipe:  # fmt: skip
     """The recipe that makes `output` again: its source, pinned, and every parameter of its steps. Paths are absolute."""
     source = output.source
     place = source.location if source.revision else _absolute(source.location)
     operations = tuple(_portable({"operation": s.operation, **s.parameters}) for s in output.steps)
     return Recipe(source=DEMO if place == str(MODEL.resolve()) else place, revision=source.revision,
-                  operations=operations, max_shard_size=max_shard_size, verify=verify, push=push)  # fmt: skip
+                  operations=operations, max_shard_size=max_shard_size, verify=verify, finetune=dict(finetune or {}), push=push)  # fmt: skip
 
 
 def _portable(entry: dict[str, Any]) -> dict[str, Any]:

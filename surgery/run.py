@@ -6,13 +6,14 @@ import importlib.metadata
 import json
 import platform
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from surgery import __version__, finetune, modeling
+from surgery import __version__, modeling
+from surgery import finetune as training
 from surgery.checkpoint import (
     Checkpoint,
     Plan,
@@ -106,9 +107,12 @@ def suffix(checkpoint: Checkpoint) -> str:
 
 
 def convert(source: Checkpoint, output: Checkpoint, out: Path, *, max_shard_size: int | None = None,
-            hardlink: bool = False, verify: bool = True, trust_remote_code: bool = False, command: str = "",
-            observer: Observer | None = None, group: Group | None = None) -> Result:  # fmt: skip
+            hardlink: bool = False, verify: bool = True, finetune: Mapping[str, Any] | None = None,
+            trust_remote_code: bool = False, command: str = "", observer: Observer | None = None,
+            group: Group | None = None) -> Result:  # fmt: skip
     """Write `output`, which operations made of `source`, to the folder `out`; record it; verify it.
+
+    `finetune`: options that the script in finetune/ is to have by itself.
 
     An interrupted run is taken up where it stopped; a finished one is only verified again. The other processes of the
     `group` call `assist`.
@@ -124,6 +128,9 @@ def convert(source: Checkpoint, output: Checkpoint, out: Path, *, max_shard_size
                                "give all of them the same source, options and version of surgery")  # fmt: skip
     check_target(plan, out, source)
     already = group.broadcast(is_finished(plan, out))
+    if already and finetune and finetune != read_record(out).get("finetune"):
+        raise SurgeryError(f"{out} is finished, and its fine-tune script has other options than these",
+                           f"remove it (rm -r {out}) or give another folder with --out")  # fmt: skip
     if not already:
         if verify:
             require_names(source, output)
@@ -131,7 +138,7 @@ def convert(source: Checkpoint, output: Checkpoint, out: Path, *, max_shard_size
     with nullcontext() if already else held(out):
         written = None
         if not already:
-            made = of(output, max_shard_size=max_shard_size)
+            made = of(output, max_shard_size=max_shard_size, finetune=finetune)
             written = _write(source, output, plan, made, out, hardlink, verify, command, observer, group)
         shutil.rmtree(scratch(out), ignore_errors=True)
         fresh = tuple(n for n, digest in written.digests.items() if digest) if written else ()
@@ -147,9 +154,11 @@ def _write(source: Checkpoint, output: Checkpoint, plan: Plan, made: Recipe, out
     group.broadcast(None)
     with observer.stage("writing", plan.nbytes, "B") as progress:
         written = write(plan, out, source=source, hardlink=hardlink, hashed=verify, progress=progress, group=group)
-    record = make_record(output, plan, written.digests, command)
+    record = make_record(output, plan, written.digests, command) | (
+        {"finetune": made.finetune} if made.finetune else {}
+    )
     text = f"# surgery run {RECIPE} --out FOLDER\n{dump(made)}"
-    add(out, {RECIPE: text.encode(), **finetune.files(record, output.config)})
+    add(out, {RECIPE: text.encode(), **training.files(record, output.config)})
     before = source if source.steps != output.steps else None
     finish(out, record, {} if verify else card.files(before, output, out, record))
     return written

@@ -60,7 +60,8 @@ def of_hint(hint: Any) -> Schema:
     if origin is typing.Literal:
         return {"enum": list(arguments)}
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return {"type": "object"}
+        value = of_hint(arguments[1]) if arguments else {}
+        return {"type": "object", **({"additionalProperties": value} if value else {})}
     if isinstance(origin, type) and issubclass(origin, AbstractCollection):
         items = {"type": "array", "items": of_hint(arguments[0])}
         return _union([items, _LAYERS]) if arguments[0] is int else items
@@ -140,8 +141,10 @@ def _of_mapping(value: Mapping[str, Any], schema: Schema, path: Keys) -> Iterato
     for key, item in value.items():
         if key in known:
             yield from violations(item, known[key], (*path, key))
-        elif schema.get("additionalProperties") is False:
+        elif (other := schema.get("additionalProperties", {})) is False:
             yield _unknown(key, list(known), (*path, key), "key ")
+        else:
+            yield from violations(item, other, (*path, key))
     for key in schema.get("required", ()):
         if key not in value:
             yield Violation(path=path, message=f"no {key}", hint=f"add {key}: …")

@@ -24,6 +24,7 @@ _SCHEMA: Schema = {
                    "properties": {"location": _TEXT, "revision": {"type": ["string", "null"]}}},
         "recipe": {"type": "array", "items": _STEP}, "layers": {"type": "array", "items": {"type": "integer"}},
         "notes": {"type": "array", "items": _TEXT}, "verification": {"type": ["object", "null"]},
+        "finetune": {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}},
     },
 }  # fmt: skip
 _HINT = "convert the model again"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -72,6 +72,7 @@ class Converting:
     dry_run: bool
     as_json: bool
     quiet: bool
+    finetune: Mapping[str, Any] = field(default_factory=dict)  # options of the script beside the output
 
     @property
     def url(self) -> str | None:
@@ -92,7 +93,7 @@ def converting(function: F) -> F:
     """Add MODEL and the shared options; the command receives them as one `Converting`, `shared`."""
 
     def wrapped(**values: Any) -> Any:
-        shared = Converting(**{name: values.pop(name) for name in Converting.__dataclass_fields__})
+        shared = Converting(**{name: values.pop(name) for name in Converting.__dataclass_fields__ if name in values})
         return function(shared=shared, **values)
 
     return _with_options(function, wrapped, (*_CONVERTING, *_WRITING))
@@ -103,7 +104,7 @@ def writing(function: F) -> F:
     names = [n for n in Converting.__dataclass_fields__ if n not in ("model", "revision", "dtype", "max_shard_size")]
 
     def wrapped(**values: Any) -> Any:
-        options = {name: values.pop(name) for name in names}
+        options = {name: values.pop(name) for name in names if name in values}
         return function(options=options, **values)
 
     return _with_options(function, wrapped, _WRITING)
@@ -158,7 +159,7 @@ def _execute(shared: Converting, operation: Callable[[Checkpoint], Checkpoint], 
         output = cast(output, shared.dtype)
     if shared.print_recipe:
         push = recipe.Push(repo=shared.push, private=shared.private, pr=shared.pr) if shared.push else None
-        made = recipe.of(output, max_shard_size=size, verify=not shared.no_verify, push=push)
+        made = recipe.of(output, max_shard_size=size, verify=not shared.no_verify, finetune=shared.finetune, push=push)
         click.echo(recipe.dump(made), nl=False)
         return 0
     out = Path(shared.out) if shared.out else run.default_out(source, run.suffix(output))
@@ -181,7 +182,7 @@ def _execute(shared: Converting, operation: Callable[[Checkpoint], Checkpoint], 
         return 0
     observer = screen.Bars(quiet=shared.quiet or shared.as_json)
     result = run.convert(source, output, out, max_shard_size=size, hardlink=hardlink, verify=not shared.no_verify,
-                         trust_remote_code=shared.trust_remote_code, command=command_line(), observer=observer, group=group)  # fmt: skip
+                         finetune=shared.finetune, trust_remote_code=shared.trust_remote_code, command=command_line(), observer=observer, group=group)  # fmt: skip
     if not shared.as_json:
         screen.show_result(result, quiet=shared.quiet)
     return _deliver(shared, result, observer)

@@ -35,7 +35,7 @@ def run_command(options: dict[str, Any], name: str, changes: Sequence[str]) -> i
     options["no_verify"] |= not chosen.verify
     size = None if chosen.max_shard_size is None else str(chosen.max_shard_size)
     shared = Converting(model=recipe.location(chosen), revision=chosen.revision, dtype=None,
-                        max_shard_size=size, **options)  # fmt: skip
+                        max_shard_size=size, finetune=chosen.finetune, **options)  # fmt: skip
     return execute(shared, lambda checkpoint: recipe.apply(chosen, checkpoint))
 
 

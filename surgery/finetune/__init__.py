@@ -40,6 +40,7 @@ class Needs:
     eager: bool  # its attention caps scores, which sdpa leaves out
     sparse_gradients: bool  # of a memory's table
     two_outputs: bool  # the router gives its scores and logits, and no indices
+    given: tuple[str, ...]  # options that the recipe gives the script
 
     @property
     def stages(self) -> list[list[str]]:
@@ -107,6 +108,7 @@ def needs(record: Mapping[str, Any], config: Mapping[str, Any]) -> Needs:
         eager=bool((config.get("text_config") or config).get("attn_logit_softcapping")),
         sparse_gradients=any(e.get("sparse_gradients") for e in blocks),
         two_outputs=family.mlp == "feed_forward",
+        given=tuple(f"--{key}={value}" for key, value in (record.get("finetune") or {}).items()),
     )
 
 

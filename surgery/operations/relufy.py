@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from surgery.calibration.data import Sample
     from surgery.calibration.walk import Layer, Walk
-    from surgery.operations.repair import Neurons
+    from surgery.operations.repair import Neurons, Rows
 
 REPAIRS = ("none", "ridge", "reconstruct")
 ALLOCATIONS = ("uniform", "greedy")
@@ -85,10 +85,16 @@ class _Job:
         return self.repair != "none" or (bool(self.thresholds) and self.sparsity is not None)
 
     @property
+    def turns(self) -> bool:
+        """Whether neurons may take the other sign, which is free and decides what a ReLU of `up` keeps."""
+        return self.swap.rule == "drelu" and self.repair != "none"
+
+    @property
     def fitted(self) -> tuple[str, ...]:
         """The parts of an MLP that the repair changes."""
         gate = ("gate",) if self.blocks.family.gated else ()
-        return {"none": (), "ridge": ("down",), "reconstruct": (*gate, "up", "down")}[self.repair]
+        ridge = ("up", "down") if self.turns else ("down",)
+        return {"none": (), "ridge": ridge, "reconstruct": (*gate, "up", "down")}[self.repair]
 
     @property
     def biased(self) -> bool:
@@ -322,13 +328,18 @@ def _allocate(checkpoint: Checkpoint, job: _Job, sample: Sample) -> dict[str, fl
     for layer in walk:
         if layer.index in job.layers:
             rows = repair.observe(layer, job.blocks, first, list(layer.outputs()), feedback=0.0)
-            neurons = repair.Neurons.of(
-                job.blocks.mlp(layer.index), rule=job.swap.rule, act=job.act, device=layer.device
-            )
-            costs[layer.index] = repair.cost(neurons, job.source_act, rows, LEVELS, job.bypass)
+            costs[layer.index] = repair.cost(_swapped(layer, job, rows), job.source_act, rows, LEVELS, job.bypass)
         layer.run()
     found = repair.allocate(costs, LEVELS, job.sparsity or 0.0)
     return {str(i): round(s, 4) for i, s in found.items()}
+
+
+def _swapped(layer: Layer, job: _Job, rows: Rows) -> Neurons:
+    """The layer's MLP with the activation that it is to have, thresholds at 0."""
+    from surgery.operations import repair
+
+    neurons = repair.Neurons.of(job.blocks.mlp(layer.index), rule=job.swap.rule, act=job.act, device=layer.device)
+    return repair.turned(neurons, rows) if job.turns else neurons
 
 
 def _fit(layer: Layer, job: _Job, sample: Sample, source: Sequence[Tensor], work: Work) -> None:
@@ -338,8 +349,7 @@ def _fit(layer: Layer, job: _Job, sample: Sample, source: Sequence[Tensor], work
 
     index = layer.index
     rows = repair.observe(layer, job.blocks, sample, source)
-    mlp = job.blocks.mlp(index)
-    neurons = repair.Neurons.of(mlp, rule=job.swap.rule, act=job.act, device=layer.device)
+    neurons = _swapped(layer, job, rows)
     sparsity = work.report.get("allocation", {}).get(str(index), job.sparsity)
     if sparsity is not None:
         neurons = repair.thresholded(neurons, rows, sparsity, job.per_neuron)
@@ -348,7 +358,7 @@ def _fit(layer: Layer, job: _Job, sample: Sample, source: Sequence[Tensor], work
             neurons, **{n: neurons.up.new_full((1,), job.fixed[index]) for n in job.thresholds}
         )
     if job.shifts:
-        neurons = repair.rounded(neurons, mlp.up.dtype)
+        neurons = repair.rounded(neurons, job.blocks.mlp(index).up.dtype)
     before = repair.error(neurons, rows, rows.fitted)
     fitted = neurons
     if job.repair == "ridge":

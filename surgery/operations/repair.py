@@ -219,6 +219,19 @@ def error(neurons: Neurons, rows: Rows, start: int = 0, stop: int | None = None)
     return missed / max(total, 1e-300)
 
 
+def turned(neurons: Neurons, rows: Rows) -> Neurons:
+    """`neurons` whose rows of `up` have the sign that leaves most of the product's energy above zero, where a ReLU of `up` keeps
+    it. `down` turns with them: the function without that ReLU stays."""
+    balance = torch.zeros(len(neurons.up), device=neurons.up.device)
+    for z, _, weight in rows.parts(0, rows.fitted):
+        gate, up = neurons.open(z)
+        energy = (gate.relu() * up).square() * up.sign()
+        balance += (energy if weight is None else energy * weight[:, None]).sum(0)
+    sign = torch.where(balance < 0, -1.0, 1.0)
+    bias = None if neurons.up_bias is None else neurons.up_bias * sign
+    return dataclasses.replace(neurons, up=neurons.up * sign[:, None], up_bias=bias, down=neurons.down * sign)
+
+
 # --- thresholds -------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from surgery import modeling
 from surgery.analysis.weigh import weigh
 from surgery.checkpoint import Checkpoint
 from surgery.demo import MODEL
-from surgery.report import methods
+from surgery.report import layers, methods
 from surgery.report.inspection import quantity
 
 NAME = "README.md"
@@ -36,10 +36,14 @@ class Row:
 
 
 def files(source: Checkpoint | None, output: Checkpoint, folder: Path, record: Mapping[str, Any]) -> dict[str, bytes]:
-    """The card of the output in `folder`, by its name; nothing where somebody has edited it."""
+    """The card of the output in `folder` and its figure, by their names; nothing where somebody has edited it."""
     if (folder / NAME).exists() and not is_ours(folder):
         return {}
-    return {NAME: _sealed(render(source, output, folder, record))}
+    drawn = layers.panels(record["verification"])
+    return {
+        NAME: _sealed(render(source, output, folder, record)),
+        **({layers.NAME: layers.draw(drawn)} if drawn else {}),
+    }
 
 
 def renamed(folder: Path, old: str, new: str) -> dict[str, bytes]:
@@ -67,18 +71,20 @@ def render(source: Checkpoint | None, output: Checkpoint, folder: Path, record: 
     steps = [(s["operation"], s) for s in record["recipe"]]
     names = [operation for operation, _ in steps]
     followed = metadata_of(source or output)
-    layers = weigh(output, output.config).layers
+    count = len(weigh(output, output.config).layers)
     numbers = list(dict.fromkeys(n for operation, p in steps for n in methods.papers(operation, p)))
     recipe = folder / "recipe.yaml"
     return _template("card.md.j2").render(
         metadata=_metadata(output, record, followed, names),
         name=record["name"],
         source=_link(record["source"]),
-        done=[(methods.what(o, p, len(layers)), methods.why(o)) for o, p in steps],
+        done=[(methods.what(o, p, count), methods.why(o)) for o, p in steps],
         exact=record["exact"],
         notes=record.get("notes") or (),
         recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
         rows=table(source, output, record),
+        figure=layers.NAME,
+        shown=[panel.title for panel in layers.panels(record["verification"])],
         weighed=_is_weighed(output),
         verification=record["verification"],
         sample=((record["verification"] or {}).get("sample") or {}),

@@ -146,13 +146,6 @@ def spread(points: list[Point], what: str = "") -> str:
     return f"{share(low)} {what}in layer {low_at:.0f}, {share(high)} in layer {high_at:.0f}"
 
 
-def layer_ticks(a: Analysis) -> dict[float, str]:
-    last = len(a.layers) - 1
-    step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100, 1000) if last / s <= 8)
-    ticks = {float(i): str(i) for i in range(0, last + 1, step) if i == 0 or last - i >= 0.6 * step}
-    return ticks | {float(last): str(last)}
-
-
 def depth(a: Analysis, layer: int) -> float:
     """Opacity."""
     return 0.35 + 0.65 * layer / max(1, len(a.layers) - 1)

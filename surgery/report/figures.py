@@ -20,7 +20,6 @@ from surgery.report.curves import (
     extremes,
     hot_curves,
     hot_title,
-    layer_ticks,
     left_of,
     mean,
     neurons,
@@ -45,6 +44,8 @@ from surgery.report.svg import (
     dot,
     frame,
     labelled,
+    layer_ticks,
+    layers,
     line,
     px,
     ramp,
@@ -83,8 +84,8 @@ def sparsity_by_layer(a: Analysis) -> Figure | None:
     caption = (f"Share of a layer's products h that are exact zeros, and that could be left out with an error (CETT) of "
                f"{CETT[0]} and {CETT[1]} in {whose} output.")  # fmt: skip
     caption += " Layers of routed experts alone are left out." if 0 < len(a.mlps) < len(a.layers) else ""
-    x, y = _layers(a), Scale(0, 1, BOTTOM, TOP)
-    body = frame(x, y, layer_ticks(a), QUARTERS, "layer", "share of the products")
+    x, y = layers(len(a.layers)), Scale(0, 1, BOTTOM, TOP)
+    body = frame(x, y, layer_ticks(len(a.layers)), QUARTERS, "layer", "share of the products")
     return Figure(title=sparsity_title(a), svg=svg(body + labelled(curves, x, y, share)), caption=caption)
 
 
@@ -258,8 +259,15 @@ def router_entropy(a: Analysis) -> Figure | None:
     entropy = by_layer(a, lambda i: i.router.entropy if i.router else None)
     if not balance:
         return None
-    x, y = _layers(a), Scale(0, 1, BOTTOM, TOP)
-    body = frame(x, y, layer_ticks(a), {v: f"{v:g}" for v in QUARTERS}, "layer", "entropy, 1 is even over all experts")
+    x, y = layers(len(a.layers)), Scale(0, 1, BOTTOM, TOP)
+    body = frame(
+        x,
+        y,
+        layer_ticks(len(a.layers)),
+        {v: f"{v:g}" for v in QUARTERS},
+        "layer",
+        "entropy, 1 is even over all experts",
+    )
     curves = [
         Curve(name="of the load", tone="zero", points=balance),
         Curve(name="of a token", tone="cett2", points=entropy),
@@ -275,8 +283,8 @@ def residual(a: Analysis) -> Figure | None:
     points = by_layer(a, lambda i: i.residual)
     if not points:
         return None
-    x, y = _layers(a), Scale(0, 1, BOTTOM, TOP)
-    body = frame(x, y, layer_ticks(a), QUARTERS, "layer", "share of the residual stream's norm")
+    x, y = layers(len(a.layers)), Scale(0, 1, BOTTOM, TOP)
+    body = frame(x, y, layer_ticks(len(a.layers)), QUARTERS, "layer", "share of the residual stream's norm")
     body += labelled([Curve(name=share(points[-1][1]), tone="cett2", points=points)], x, y, share)
     lead = "Tokens collapse to one row" if points[-1][1] < 0.1 else "Tokens stay apart"
     title = (f"{lead}: what tells them from their mean is {share(points[0][1])} of the residual stream after layer "
@@ -289,7 +297,3 @@ def residual(a: Analysis) -> Figure | None:
 def _binned(values: Tensor, columns: int) -> Tensor:
     """Means over at most `columns` bins."""
     return torch.stack([part.mean() for part in values.tensor_split(min(columns, len(values)))])
-
-
-def _layers(a: Analysis) -> Scale:
-    return Scale(-0.5, len(a.layers) - 0.5, LEFT, RIGHT) if len(a.layers) < 2 else Scale(0, len(a.layers) - 1, LEFT + 8, RIGHT)  # fmt: skip

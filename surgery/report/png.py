@@ -15,7 +15,6 @@ from surgery.report.curves import (
     extremes,
     hot_curves,
     hot_title,
-    layer_ticks,
     left_of,
     name_of,
     saving_bars,
@@ -25,7 +24,7 @@ from surgery.report.curves import (
     sparsity_title,
 )
 from surgery.report.inspection import COLORS, FAINT, INK
-from surgery.report.svg import BOTTOM, QUARTERS, TOP, Scale, apart
+from surgery.report.svg import BOTTOM, QUARTERS, TOP, Scale, apart, layer_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,7 +80,7 @@ def _draw_sparsity(axes: Axes, a: Analysis) -> None:
         axes.annotate(curve.name, (1.01, at), xycoords="axes fraction", va="center", fontsize=10, color=INK)
     axes.set_ylim(0, 1)
     axes.set_xlim(-0.2, max(1, len(a.layers) - 1))
-    axes.set_xticks(list(layer_ticks(a)), list(layer_ticks(a).values()))
+    axes.set_xticks(list(layer_ticks(len(a.layers))), list(layer_ticks(len(a.layers)).values()))
     _percent(axes.yaxis)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_xlabel("layer", color=INK)

@@ -47,6 +47,14 @@ def svg(body: str, height: float = BOTTOM + 40) -> str:
     return f'<svg viewBox="0 0 {px(WIDTH)} {px(height)}" role="img">{body}</svg>'
 
 
+def document(body: str, style: str, height: float = BOTTOM + 40) -> str:
+    """A file of its own, on a ground of its own: legible on any page."""
+    box = f"-20 -20 {px(WIDTH + 40)} {px(height + 40)}"
+    ground = '<rect x="-20" y="-20" width="100%" height="100%" rx="8" style="fill: var(--card)"/>'
+    font = 'font-family="system-ui, sans-serif" font-variant-numeric="tabular-nums"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" width="{px(1.4 * WIDTH)}" {font} role="img"><style>{style}</style>{ground}{body}</svg>\n'
+
+
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
     anchor = f' text-anchor="{anchor}"' if anchor != "start" else ""
     return f'<text x="{px(x)}" y="{px(y)}"{anchor} class="{kind}">{escape(words)}</text>'
@@ -81,6 +89,18 @@ def frame(
         parts.append(text(x.start - 7, y(value) + 4, words, "tick", "end"))
     parts += [text(x(value), y.start + 17, words, "tick", "middle") for value, words in x_ticks.items()]
     return "".join(parts)
+
+
+def layer_ticks(count: int) -> dict[float, str]:
+    """At most nine, the first and the last among them."""
+    step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100, 1000) if (count - 1) / s <= 8)
+    ticks = {float(i): str(i) for i in range(0, count, step) if i == 0 or count - 1 - i >= 0.6 * step}
+    return ticks | {float(count - 1): str(count - 1)}
+
+
+def layers(count: int) -> Scale:
+    """Of the numbers of `count` layers."""
+    return Scale(-0.5, count - 0.5, LEFT, RIGHT) if count < 2 else Scale(0, count - 1, LEFT + 8, RIGHT)
 
 
 def labelled(curves: list[Curve], x: Scale, y: Scale, say: Callable[[float], str]) -> str:

@@ -80,6 +80,26 @@ def test_the_command_writes_them_again(conversions: Convert, tmp_path: Path) -> 
     assert failed.code == 1 and "no surgery.json" in failed.err
 
 
+def test_a_recipe_gives_the_script_options(tmp_path: Path) -> None:
+    """They survive `finetune-script`, stand in the output's recipe, and a command's own come after them."""
+    text = "source: demo\noperations: [{operation: relufy, repair: none}]\nfinetune: {max_steps: 7, l1: 0.5, run_name: 'a \"b\"'}\n"
+    (tmp_path / "my.yaml").write_text(text)
+    out = tmp_path / "out"
+    assert surgery("run", tmp_path / "my.yaml", "--out", out, "--no-verify", "--quiet").code == 0
+    script = (out / "finetune/finetune.py").read_text()
+    given = re.search(r"^GIVEN = (\[.*\])  #", script, re.MULTILINE)
+    assert given and eval(given[1]) == ["--max_steps=7", "--l1=0.5", '--run_name=a "b"']
+    assert script.count("\n") <= 150 and "[*GIVEN, *(sys.argv[1:] if arguments is None else arguments)]" in script
+    assert yaml.safe_load((out / "recipe.yaml").read_text())["finetune"]["l1"] == 0.5
+    before = files_of(out)
+    assert surgery("finetune-script", out, "--quiet").code == 0 and files_of(out) == before
+    assert surgery("run", out / "recipe.yaml", "--out", out, "--no-verify", "--quiet").code == 0
+    failed = surgery("run", tmp_path / "my.yaml", "--set", "finetune.l1=1", "--out", out, "--no-verify")
+    assert failed.code == 1 and "other options" in failed.err and files_of(out) == before
+    failed = surgery("run", tmp_path / "my.yaml", "--set", "finetune.l1=[1]", "--out", tmp_path / "no")
+    assert failed.code == 1 and "l1 is [1]" in failed.err
+
+
 def test_a_model_of_an_unknown_family_has_a_plain_script() -> None:
     record = {"recipe": [], "exact": True, "source": {"location": "OWNER/NAME", "revision": None}}
     text = finetune.files(record, {"model_type": "unheard_of"})["finetune/finetune.py"].decode()

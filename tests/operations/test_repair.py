@@ -103,6 +103,19 @@ def test_thresholds_give_the_sparsity(rule: str, per_neuron: bool) -> None:
     assert found.threshold.shape == ((24,) if per_neuron else (1,))
 
 
+def test_neurons_turn_to_where_relu_of_up_keeps_their_energy() -> None:
+    """Inputs on one side of each row of `up`, or of its opposite: turned, all of the products survive a ReLU of `up`."""
+    draw = torch.Generator().manual_seed(2)
+    z = torch.randn(500, 12, generator=draw) + 4
+    sign = torch.where(torch.arange(24) % 3 == 0, -1.0, 1.0)
+    up = sign[:, None] * (torch.rand(24, 12, generator=draw) + 0.1)
+    mlp = dataclasses.replace(neurons("drelu")[0], up=up, up_bias=sign)
+    plain = dataclasses.replace(mlp, rule="fatrelu")
+    turned = repair.turned(mlp, Rows(z=z, y=plain(z)))
+    assert torch.equal(turned.up, up * sign[:, None]) and torch.equal(turned.up_bias, torch.ones(24))
+    assert torch.allclose(turned(z), plain(z), rtol=1e-4, atol=1e-3) and not torch.allclose(mlp(z), plain(z), atol=1.0)
+
+
 def test_greedy_allocation_takes_the_cheapest_step() -> None:
     """Layer 1 costs nothing until 0.8, layer 0 much at once: at a mean of 0.6 all of the rise goes to layer 1."""
     levels = (0.4, 0.6, 0.8, 0.9)

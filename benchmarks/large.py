@@ -1,0 +1,77 @@
+"""What a model larger than the memory asks of a machine: seconds, processor time and peak memory of each command, whole processes.
+
+  python benchmarks/synthetic.py /data/synthetic-7b --hidden 4096 --ff 11008 --layers 32 --heads 32 --shard 5GB
+  python benchmarks/large.py /data/synthetic-7b --work /data/bench
+  python benchmarks/large.py /data/synthetic-7b --work /data/bench --only analyze "relufy, ridge"
+
+Conversions are to stay below 400 MB; what walks, below two decoder layers as they are computed (fp32 in verify, else --dtype's
+default), 1 GB and the hidden states of its tokens. The weights are random: times and bytes count, no perplexity does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from convert import SURGERY, run
+
+from surgery.checkpoint import open_checkpoint
+from surgery.families import locate
+
+COMMANDS: dict[str, list[str]] = {  # in this order: a verify checks what the one before it wrote
+    "relufy, plain": ["relufy", "{source}", "--repair", "none", "--no-verify", "-q", "--out", "{out}"],
+    "verify, perplexity": ["verify", "{source}", "{out}", "-q"],
+    "upcycle --experts 4 --layers 0-7": ["upcycle", "{source}", "--experts", "4", "--layers", "0-7", "--no-verify", "-q",
+                                         "--out", "{out}"],
+    "verify, parity": ["verify", "{source}", "{out}", "-q"],
+    "analyze": ["analyze", "{source}", "--tokens", "2048", "-q"],
+    "relufy, ridge": ["relufy", "{source}", "--layers", "0-3", "--tokens", "8192", "--no-verify", "-q", "--out", "{out}"],
+    "carve": ["carve", "{source}", "--layers", "0-1", "--tokens", "8192", "--no-verify", "-q", "--out", "{out}"],
+}  # fmt: skip
+
+
+def bound(source: str, name: str) -> float:
+    """Megabytes that the command is to stay below, hidden states left out."""
+    if "plain" in name or "upcycle" in name:
+        return 400.0
+    checkpoint = open_checkpoint(source)
+    layer = sum(checkpoint.tensors[n].nbytes for n in locate(checkpoint).names(0))
+    return (2 * layer * (2 if "verify" in name else 1) + 1e9) / 1e6
+
+
+def measure(a: argparse.Namespace, say: Callable[[str], None]) -> None:
+    out = a.work / "out"
+    for name, command in COMMANDS.items():
+        if a.only and name not in a.only:
+            continue
+        if "--out" in command:
+            shutil.rmtree(out, ignore_errors=True)
+        filled = [c.format(source=a.source, out=out) for c in command]
+        m = run([*SURGERY, *filled])
+        shown = " ".join(c for c in command if c[0] != "{" and c not in ("-q", "--out", "--no-verify"))
+        say(
+            f"| `{shown}` | {m['wall s']:.0f} s | {m['cpu s']:.0f} s | {m['peak MB']:.0f} MB | {bound(a.source, name):.0f} MB |"
+        )
+    shutil.rmtree(out, ignore_errors=True)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("source")
+    p.add_argument(
+        "--work", type=Path, required=True, help="a folder with room for the largest output, 20 GB of the 7 B model"
+    )
+    p.add_argument("--only", nargs="+", choices=list(COMMANDS))
+    a = p.parse_args()
+    a.work.mkdir(parents=True, exist_ok=True)
+    print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}")
+    print("| command | time | CPU | peak memory | bound |\n|---|---|---|---|---|")
+    measure(a, lambda row: print(row, flush=True))
+
+
+if __name__ == "__main__":
+    main()
