@@ -54,7 +54,7 @@ def held(source: Checkpoint, options: argparse.Namespace) -> None:
         if layer.index in wanted:
             rows = repair.observe(layer, carve.locate(source), sample, list(layer.outputs()), feedback=0.0)
             for percent in map(float, options.active.split(",")):
-                cut = carving.Cut(experts=options.experts, active=round(percent / 100 * options.experts), shared=0,
+                cut = carve.Cut(experts=options.experts, active=round(percent / 100 * options.experts), shared=0,
                                   method="mass", router="oracle", repair="none", seed=0)  # fmt: skip
                 print(f"layer {layer.index}, {percent:g}% active:", *_held(source, layer.index, rows, cut))
         if layer.index == max(wanted):
@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--methods", nargs="+", default=["mass", "random"], metavar="METHOD[:ROUTER[:SHARED]]")
     parser.add_argument("--repair", default="ridge")
+    parser.add_argument("--bypass", default="0", help="a rank, or full")
     parser.add_argument("--relufy", metavar="ACTIVATION[-SPARSITY]:REPAIR")
     parser.add_argument("--relufy-tokens", type=int, default=16384)
     parser.add_argument("--tokens", type=int, default=4096)
@@ -101,7 +102,8 @@ def main() -> None:
         name, router, shared, *_ = [*method.split(":"), "", ""]
         start = time.process_time()
         found = sweep(source, experts=options.experts, fractions=[float(p) / 100 for p in options.active.split(",")],
-                      method=name, router=router or "trained", shared=int(shared or 0), repair=options.repair, random=False,
+                      method=name, router=router or "trained", shared=int(shared or 0), repair=options.repair,
+                      bypass=int(options.bypass) if options.bypass.isdecimal() else options.bypass, random=False,
                       calibration=Calibration(tokens=options.tokens, dtype="fp32"), evaluated=options.evaluate)  # fmt: skip
         minutes, peak = (time.process_time() - start) / 60, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         for row in rows(found):

@@ -91,16 +91,16 @@ def suffix(checkpoint: Checkpoint) -> str:
     parts = []
     for step in checkpoint.steps:
         p = step.parameters
+        bypass = [f"bypass{p['bypass']}"] if p.get("bypass") else []
         if step.operation == "relufy":
             percent = [f"{p['sparsity'] * 100:g}"] if "sparsity" in p else []
             repair = [] if p["repair"] == "none" else [p["repair"]]
-            bypass = [f"bypass{p['bypass']}"] if p.get("bypass") else []
             parts.append("-".join([p["activation"], *percent, *repair, *bypass]))
         elif step.operation == "upcycle":
             parts.append(f"{p['target']}-{p['experts']}x-top{p['top_k']}".replace("_", "-"))
             parts += [f"{word}{p[key]:g}" for key, word in _CHANGES.items() if p.get(key)]
         elif step.operation == "carve":
-            parts.append(f"carve-{p['active']}of{p['experts']}")
+            parts.append("-".join([f"carve-{p['active']}of{p['experts']}", *bypass]))
         else:
             parts.append(str(p.get("activation") or p.get("dtype") or step.operation))
     return "-".join(parts) or "copy"

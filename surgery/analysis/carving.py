@@ -87,8 +87,8 @@ class _Stream:
 
 
 def sweep(checkpoint: Checkpoint, *, experts: int = 16, fractions: Sequence[float] = FRACTIONS, shared: int = 0,
-          method: str = "mass", router: str = "trained", repair: str = "ridge", seed: int = 0, random: bool = True, layers: Collection[int] | None = None,
-          calibration: Calibration | None = None, evaluated: int = EVALUATED,
+          method: str = "mass", router: str = "trained", repair: str = "ridge", bypass: int | str = 0, seed: int = 0, random: bool = True,
+          layers: Collection[int] | None = None, calibration: Calibration | None = None, evaluated: int = EVALUATED,
           progress: Callable[[int], None] = lambda layers: None) -> Sweep:  # fmt: skip
     """The quality of `checkpoint` carved in each of these fractions: by `method` and at random, with `router` and with the
     oracle. `random`: without it, by `method` alone. Parts are as in `carve`; of `shared`, one fewer than active at most.
@@ -105,7 +105,7 @@ def sweep(checkpoint: Checkpoint, *, experts: int = 16, fractions: Sequence[floa
         for split in dict.fromkeys((method, "random") if random else (method,)) if active < experts else ():
             for gate in (router, "oracle"):
                 job = carve.check(checkpoint, experts=experts, active=active, shared=min(shared, active - 1), method=split,
-                                  router=gate, repair=repair, seed=seed, layers=layers, calibration=settings)  # fmt: skip
+                                  router=gate, repair=repair, bypass=bypass, seed=seed, layers=layers, calibration=settings)  # fmt: skip
                 point = Point(method=split, router=gate, active=active, experts=experts)
                 streams.append(_Stream(point=point, job=job, hidden=list(walk.hidden)))
     for layer in walk:

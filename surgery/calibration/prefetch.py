@@ -30,7 +30,7 @@ class Prefetch:
         """Begin to read these; what was begun before and not taken is forgotten."""
         for _, future in self.coming.values():
             future.cancel()
-        self.coming = {n: (t, self.thread.submit(self._fetch, t)) for n, t in tensors.items() if t.compute is None}
+        self.coming = {n: (t, self.thread.submit(self._fetch, t)) for n, t in tensors.items() if t.copied}
 
     def take(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         """These tensors, with their value at hand where it was begun. An error of reading is raised here."""

@@ -64,6 +64,8 @@ def _has_nonfinite(tensor: LazyTensor, progress: Callable[[int], None]) -> bool:
 
 
 def _pieces(tensor: LazyTensor) -> Iterator[bytes]:
+    for part in tensor.inputs if tensor.compute is None else ():
+        yield from _pieces(part)
     if tensor.compute is not None:
         import torch
 

@@ -47,6 +47,8 @@ def stream(shard: Shard, partial: Path, hashed: bool, progress: Progress) -> Dig
 
 def _write_tensor(tensor: LazyTensor, fd: int, sources: _Descriptors, advance: Progress) -> None:
     if tensor.compute is None:
+        for part in tensor.inputs:
+            _write_tensor(part, fd, sources, advance)
         for e in tensor.extents:
             _copy(sources.open(e.file.path()), fd, e.offset, e.length, e.file.name, advance)
     elif tensor.nbytes:

@@ -63,7 +63,8 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """`dtype`, `shape`, and either `extents` or `compute(*inputs)`, which returns a torch tensor of that dtype and shape.
+    """`dtype`, `shape`, and one of three: `extents`; `compute(*inputs)`, which returns a torch tensor of that dtype and shape;
+    or, with neither, the `inputs` one after another along the first dimension, so that they are written one at a time.
 
     `recipe` names the function and its constants ("cast to F32"): with the inputs it identifies the value, so
     that a plan's fingerprint changes whenever an output byte would.
@@ -88,7 +89,7 @@ class LazyTensor:
     def peak_memory(self) -> int:
         """Upper bound of the bytes held while the value is computed; 0 where the kernel copies it."""
         if self.compute is None:
-            return 0
+            return max((t.peak_memory for t in self.inputs), default=0)
         held = sum(max(t.nbytes, t.peak_memory) for t in self.inputs)
         return held + 4 * self.numel + self.nbytes  # functions work in fp32
 
@@ -115,10 +116,20 @@ class LazyTensor:
             if (value.dtype, tuple(value.shape)) != expected:
                 raise AssertionError(f"{self.recipe}: planned {expected}, computed {(value.dtype, value.shape)}")
             return value.contiguous()
+        if self.inputs:
+            value = torch.empty(self.shape, dtype=getattr(torch, DTYPES[self.dtype][1]))
+            for part, t in zip(value.split([t.shape[0] for t in self.inputs]), self.inputs, strict=True):
+                part.copy_(t.read())
+            return value
         if not self.nbytes:
             return torch.empty(self.shape, dtype=getattr(torch, DTYPES[self.dtype][1]))
         data = torch.frombuffer(self.read_bytes(), dtype=torch.uint8)
         return data.view(getattr(torch, DTYPES[self.dtype][1])).view(self.shape)
+
+    @property
+    def copied(self) -> bool:
+        """Whether it is extents alone, which the kernel copies."""
+        return self.compute is None and not self.inputs
 
     def read_bytes(self) -> bytearray:
         """The bytes of the extents, in order."""
@@ -143,7 +154,7 @@ class LazyTensor:
         if not 0 <= start < stop <= self.shape[0]:
             raise ValueError(f"rows {start}:{stop} of a tensor of shape {self.shape}")
         shape = (stop - start, *self.shape[1:])
-        if self.compute is not None:
+        if not self.copied:
             return derive(f"rows {start}:{stop}", lambda t: t[start:stop], self, dtype=self.dtype, shape=shape)
         row = self.nbytes // self.shape[0]
         return LazyTensor(self.dtype, shape, tuple(_slice(self.extents, start * row, stop * row)))
@@ -152,7 +163,7 @@ class LazyTensor:
         """The same bytes under another shape."""
         if math.prod(shape) != self.numel:
             raise ValueError(f"cannot view {self.shape} as {shape}")
-        if self.compute is not None:
+        if not self.copied:
             return derive(f"reshape {shape}", lambda t: t.reshape(shape), self, dtype=self.dtype, shape=shape)
         return LazyTensor(self.dtype, shape, self.extents)
 
@@ -191,21 +202,15 @@ def derive(recipe: str, function: Callable[..., torch.Tensor], *inputs: LazyTens
 
 
 def concatenate(tensors: Sequence[LazyTensor]) -> LazyTensor:
-    """The tensors one after another along the first dimension."""
+    """The tensors one after another along the first dimension; no two of them are in memory when it is written."""
     first = tensors[0]
     for t in tensors:
         if (t.dtype, t.shape[1:]) != (first.dtype, first.shape[1:]):
             raise ValueError(f"cannot join {t.dtype} {t.shape} to {first.dtype} {first.shape}")
     shape = (sum(t.shape[0] for t in tensors), *first.shape[1:])
-    if any(t.compute for t in tensors):
-        return derive("concatenate", _torch_cat, *tensors, dtype=first.dtype, shape=shape)
-    return LazyTensor(first.dtype, shape, tuple(e for t in tensors for e in t.extents))
-
-
-def _torch_cat(*tensors: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return torch.cat(tensors)
+    if all(t.copied for t in tensors):
+        return LazyTensor(first.dtype, shape, tuple(e for t in tensors for e in t.extents))
+    return LazyTensor(first.dtype, shape, inputs=tuple(tensors), recipe="concatenate")
 
 
 def constant(value: float, shape: tuple[int, ...], dtype: str) -> LazyTensor:

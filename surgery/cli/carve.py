@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from surgery.cli.options import Converting, calibrated, converting, execute
+from surgery.cli.options import Converting, calibrated, converting, execute, parse_rank
 from surgery.errors import UsageError
 
 METHODS = ("random", "kmeans", "coactivation", "cmoe", "mass")
@@ -44,6 +44,8 @@ ROUTERS = ("centroids", "trained", "analytic")
 )
 @click.option("--repair", type=click.Choice(["none", "ridge"]), default="ridge", show_default=True,
               help="none: the weights stay; ridge: refit down_proj.")  # fmt: skip
+@click.option("--bypass", metavar="RANK", default="0",
+              help="A linear map beside the MLP that the repair fits too: its rank, or full. Costs bytes, saves much.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, help="Decides what is drawn at random.")
 @click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
 @click.option(
@@ -55,7 +57,7 @@ ROUTERS = ("centroids", "trained", "analytic")
 @calibrated
 @converting
 def carve_command(shared: Converting, calibration: dict[str, Any], sweep: str | None, plot: Path | None, layers: str | None,
-                  active: int | None, shared_parts: int, **options: Any) -> int:  # fmt: skip
+                  active: int | None, shared_parts: int, bypass: str, **options: Any) -> int:  # fmt: skip
     """Cut each MLP of MODEL into experts, of which a token passes some: its own neurons in another order behind a new
     router, and no training. With all parts active it is the same function, which is verified. --sweep shows what fewer cost,
     beside a random split and a router that knows. Without MODEL, the checkpoint in this folder.
@@ -84,7 +86,8 @@ def carve_command(shared: Converting, calibration: dict[str, Any], sweep: str | 
 
     if plot and not sweep:
         raise UsageError("--plot draws a sweep", "give --sweep 25,50,75,100 with it")
-    options["shared"], chosen = shared_parts, parse_layers(layers)
+    options |= {"shared": shared_parts, "bypass": parse_rank(bypass)}
+    chosen = parse_layers(layers)
     if sweep and (shared.out or shared.dry_run or active is not None):
         raise UsageError("--sweep writes nothing, and --out, --dry-run and --active are of an output", "leave them out")
     if sweep:

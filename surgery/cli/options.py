@@ -234,3 +234,10 @@ def _deliver(shared: Converting, result: Result, observer: Bars) -> int:
 def command_line() -> str:
     """The command as the user typed it, for surgery.json."""
     return shlex.join(["surgery", *sys.argv[1:]])
+
+
+def parse_rank(text: str) -> int | str:
+    """A rank, or "full"."""
+    if text == "full" or text.isdecimal():
+        return text if text == "full" else int(text)
+    raise click.BadParameter(f"{text!r} is no rank: give a number or full", param_hint="--bypass")

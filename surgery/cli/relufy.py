@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from surgery.cli.options import Converting, calibrated, converting, execute
+from surgery.cli.options import Converting, calibrated, converting, execute, parse_rank
 
 if TYPE_CHECKING:
     from surgery.checkpoint import Checkpoint
@@ -88,10 +88,3 @@ def relufy_command(shared: Converting, calibration: dict[str, Any], activation: 
         return relufy(checkpoint, **options, threshold=found)
 
     return execute(shared, operation, hardlink=hardlink)
-
-
-def parse_rank(text: str) -> int | str:
-    """A rank, or "full"."""
-    if text == "full" or text.isdecimal():
-        return text if text == "full" else int(text)
-    raise click.BadParameter(f"{text!r} is no rank: give a number or full", param_hint="--bypass")

@@ -168,25 +168,31 @@ def sparse(family: Family, layers: Iterable[int], *, rule: str, activation: str,
 def sparse_tensors(entry: Mapping[str, Any], hidden: int, width: int) -> dict[str, tuple[int, ...]]:
     """The shapes of what such a block has beside the weights, by path in a decoder layer. Thresholds are F32, correction and
     bypass have the dtype of the weights."""
-    rank = entry["bypass"]
     neurons = (width,) if entry["per_neuron"] else (1,)
     shapes = {
         "threshold": neurons if entry["rule"] != "plain" else None,
         "threshold_up": neurons if entry["rule"] == "drelu" else None,
         "threshold_inputs": (1,) if entry["inputs"] else None,
         "correction": (hidden,) if entry["correction"] else None,
-        "bypass_in": (rank, hidden) if 0 < rank < hidden else None,
-        "bypass_out": (hidden, rank) if rank else None,
     }
-    return {f"{entry['mlp']}.{name}": shape for name, shape in shapes.items() if shape}
+    shapes_there = {f"{entry['mlp']}.{name}": shape for name, shape in shapes.items() if shape}
+    return shapes_there | bypass_tensors(entry, hidden)
+
+
+def bypass_tensors(entry: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of a linear map beside the MLP, by path in a decoder layer, in the dtype of the weights."""
+    rank = entry.get("bypass", 0)
+    shapes = {"bypass_in": (rank, hidden), "bypass_out": (hidden, rank)}
+    return {f"{entry['mlp']}.{name}": shape for name, shape in shapes.items()
+            if rank and (name == "bypass_out" or rank < hidden)}  # fmt: skip
 
 
 def experts(family: Family, layers: Iterable[int], *, experts: int, width: int, top_k: int, activation: str = "", shared: int = 0,
             router: str = "linear", weights: str = "renormalised", group: int = 1, factor: float = 1.0,
-            router_bias: bool = False, router_width: int = 0, router_activation: str = "tanh") -> dict[str, Any]:  # fmt: skip
+            router_bias: bool = False, router_width: int = 0, router_activation: str = "tanh", bypass: int = 0) -> dict[str, Any]:  # fmt: skip
     """An entry for the block of experts_mlp.py: `experts` of `width` neurons, `top_k` of them active, after `shared` neurons
     that always are. `router`, `weights`, `group` and `factor` are explained there; `activation` "" is that of the MLP;
-    `router_width` and `router_activation` are of the router "mlp".
+    `router_width` and `router_activation` are of the router "mlp"; `bypass` is the rank of a linear map beside the MLP.
 
     Raises SurgeryError where no block can take the MLP's place.
     """
@@ -198,10 +204,10 @@ def experts(family: Family, layers: Iterable[int], *, experts: int, width: int, 
                            "all at least 1, multiples of those chosen together; a width for the router mlp alone")  # fmt: skip
     return entry(family, "experts", layers, experts=experts, width=width, shared_neurons=shared, top_k=top_k,
                  activation=activation, router=router, weights=weights, group=group, factor=factor, router_bias=router_bias,
-                 router_width=router_width, router_activation=router_activation)  # fmt: skip
+                 router_width=router_width, router_activation=router_activation, bypass=bypass)  # fmt: skip
 
 
-def experts_tensors(entry: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
+def router_tensors(entry: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
     """The shapes of such a block's router, by path in a decoder layer; F32. The MLP's own tensors keep their names and have
     shared + experts · width neurons: the shared ones, then those of each expert."""
     e, kind = entry["experts"], entry["router"]

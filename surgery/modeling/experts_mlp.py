@@ -19,6 +19,7 @@ and `weights` what the K experts with the largest are multiplied by:
     one           1: parts of an MLP, as they were in it
     scaled        1 + u · softmax over all E       CMoE, whose u [E] begins at 0
 
+With `bypass` r, a linear map of x of rank r is added to y (bypass_out · bypass_in · x, bypass_out · x where r = H).
 With `group` G, experts are chosen G at a time, by the mean of their logits: a copy of an MLP that was cut in G, whole.
 
 Shapes: H hidden_size, N = S + E·w neurons, n tokens, r the width of an MLP that routes.
@@ -118,6 +119,17 @@ class ExpertsMLP(nn.Module):
         if entry["activation"]:
             self.act = ACT2FN[entry["activation"]]
         self.router = Router(entry, hidden, getattr(config, "initializer_range", 0.02))
+        rank = entry.get("bypass", 0)
+        for name, size in (("bypass_in", (rank, hidden)), ("bypass_out", (hidden, rank))):
+            there = rank and (name == "bypass_out" or rank < hidden)
+            bypass = nn.Parameter(torch.zeros(size, dtype=self._part("down").weight.dtype)) if there else None
+            self.register_parameter(name, bypass)
+
+    def init_block_weights(self) -> None:
+        """No bypass. By functions of torch.nn.init, which spare what was loaded."""
+        for t in (self.bypass_in, self.bypass_out):
+            if t is not None:
+                nn.init.zeros_(t)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to [..., H]"""
@@ -128,7 +140,10 @@ class ExpertsMLP(nn.Module):
             and not torch.compiler.is_compiling()
             and all(_is_plain(self._part(p), flat) for p in self._parts())
         )
-        y = (self._sorted if sorts else self._masked)(flat, weights, chosen).view(x.shape)
+        y = (self._sorted if sorts else self._masked)(flat, weights, chosen)
+        if self.bypass_out is not None:
+            y = y + F.linear(flat if self.bypass_in is None else F.linear(flat, self.bypass_in), self.bypass_out)
+        y = y.view(x.shape)
         return self.dropout(y) if hasattr(self, "dropout") else y
 
     def _part(self, part: str) -> Any:

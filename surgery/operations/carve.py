@@ -10,6 +10,7 @@ a router can learn, once it is trained.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,14 +21,13 @@ from surgery.checkpoint import Checkpoint, LazyTensor, Step, Work
 from surgery.checkpoint.tensors import derive
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, Mlp, locate
-from surgery.operations.sound import chosen_layers, require_plain, require_whole, with_blocks
+from surgery.operations.sound import bypass_rank, chosen_layers, require_plain, require_whole, with_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from surgery.calibration.data import Sample
     from surgery.calibration.walk import Layer, Walk
-    from surgery.operations.carving import Cut
 
 METHODS = ("random", "kmeans", "coactivation", "cmoe", "mass")
 ROUTERS = ("centroids", "trained", "analytic")
@@ -38,11 +38,9 @@ FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """What is to be done, checked: the same for every layer."""
+class Cut:
+    """How MLPs are cut: `shared` and `active` count parts among `experts`; `bypass` is a rank."""
 
-    blocks: Blocks
-    layers: tuple[int, ...]
     experts: int
     active: int
     shared: int
@@ -50,7 +48,15 @@ class Job:
     router: str
     repair: str
     seed: int
-    calibration: Calibration
+    bypass: int = 0
+
+    @property
+    def routed(self) -> int:
+        return self.experts - self.shared
+
+    @property
+    def top_k(self) -> int:
+        return self.active - self.shared
 
     @property
     def exact(self) -> bool:
@@ -61,30 +67,29 @@ class Job:
         free = self.method == "random" or (self.method == "kmeans" and not self.shared)
         return not (free and self.router == "centroids" and self.repair == "none")
 
-    @property
-    def width(self) -> int:
-        """Neurons of an expert."""
-        return self.blocks.mlp(self.layers[0]).width // self.experts
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is to be done, checked: the same for every layer."""
+
+    blocks: Blocks
+    layers: tuple[int, ...]
+    cut: Cut
+    calibration: Calibration
 
     @property
     def entry(self) -> dict[str, Any]:
-        trained = self.router == "trained"
-        biased = trained or (self.router == "analytic" and self.blocks.mlp(self.layers[0]).biased)
-        return modeling.experts(self.blocks.family, self.layers, experts=self.experts - self.shared, width=self.width,
-                                top_k=self.active - self.shared, shared=self.shared * self.width, router=KINDS[self.router],
-                                weights="scaled", router_bias=biased, router_width=ROUTER_WIDTH if trained else 0)  # fmt: skip
-
-    @property
-    def cut(self) -> Cut:
-        from surgery.operations.carving import Cut
-
-        return Cut(experts=self.experts, active=self.active, shared=self.shared, method=self.method, router=self.router,
-                   repair=self.repair, seed=self.seed)  # fmt: skip
+        cut, mlp = self.cut, self.blocks.mlp(self.layers[0])
+        width, trained = mlp.width // cut.experts, cut.router == "trained"
+        return modeling.experts(self.blocks.family, self.layers, experts=cut.routed, width=width, top_k=cut.top_k,
+                                shared=cut.shared * width, router=KINDS[cut.router], weights="scaled",
+                                router_bias=trained or (cut.router == "analytic" and mlp.biased),
+                                router_width=ROUTER_WIDTH if trained else 0, bypass=cut.bypass)  # fmt: skip
 
 
 def carve(checkpoint: Checkpoint, *, experts: int = 16, active: int | None = None, shared: int = 0, method: str = "mass",
-          router: str = "trained", repair: str = "ridge", seed: int = 0, layers: Collection[int] | None = None,
-          calibration: Calibration | Mapping[str, Any] | None = None) -> Checkpoint:  # fmt: skip
+          router: str = "trained", repair: str = "ridge", bypass: int | str = 0, seed: int = 0,
+          layers: Collection[int] | None = None, calibration: Calibration | Mapping[str, Any] | None = None) -> Checkpoint:  # fmt: skip
     """The model with its MLPs cut into experts.
 
     Args:
@@ -95,6 +100,8 @@ def carve(checkpoint: Checkpoint, *, experts: int = 16, active: int | None = Non
         method: which neurons stand together: "random", "kmeans", "coactivation", "cmoe" or "mass".
         router: "centroids", "trained" or "analytic".
         repair: "none" or "ridge" (refit down_proj in closed form).
+        bypass: the rank of a linear map from the MLP's input to its output that the repair fits as well, or "full". Read for
+            every token.
         seed: of what is drawn at random.
         layers: default all.
         calibration: what groups, routers and the repair are fitted on; see `Calibration`.
@@ -104,14 +111,13 @@ def carve(checkpoint: Checkpoint, *, experts: int = 16, active: int | None = Non
     active = max(shared + 1, experts * 3 // 4) if active is None else active
     _check_options(experts, active, shared, method, router, repair)
     job = check(checkpoint, experts=experts, active=active, shared=shared, method=method, router=router,
-                repair=repair if active < experts else "none", seed=seed, layers=layers,
+                repair=repair if active < experts else "none", bypass=bypass, seed=seed, layers=layers,
                 calibration=Calibration.of(calibration))  # fmt: skip
     work = _work(checkpoint, job)
-    parameters: dict[str, Any] = {"experts": experts, "active": active, "shared": shared, "method": method,
-                                  "router": router, "repair": job.repair, "seed": seed}  # fmt: skip
+    parameters = {k: v for k, v in dataclasses.asdict(job.cut).items() if k != "bypass" or v}
     parameters |= {} if layers is None else {"layers": list(job.layers)}
-    parameters |= {"calibration": job.calibration.as_dict()} if job.needs_data and job.calibration.as_dict() else {}
-    step = Step(operation="carve", parameters=parameters, exact=job.exact, layers=job.layers,
+    parameters |= {"calibration": job.calibration.as_dict()} if job.cut.needs_data and job.calibration.as_dict() else {}
+    step = Step(operation="carve", parameters=parameters, exact=job.cut.exact, layers=job.layers,
                 notes=_notes(checkpoint, job), work=work)  # fmt: skip
     tensors = dict(checkpoint.tensors)
     for index in job.layers:
@@ -133,8 +139,9 @@ def _check_options(experts: int, active: int, shared: int, method: str, router: 
                          f"give {shared + 1} to {experts}: shared parts count among the active ones")  # fmt: skip
 
 
-def check(checkpoint: Checkpoint, *, layers: Collection[int] | None = None, **options: Any) -> Job:
-    """The job, checked against the checkpoint. Raises SurgeryError where it cannot be carved so."""
+def check(checkpoint: Checkpoint, *, calibration: Calibration, layers: Collection[int] | None = None,
+          bypass: int | str = 0, **options: Any) -> Job:  # fmt: skip
+    """The job, checked against the checkpoint; `options` are those of Cut. Raises SurgeryError where it cannot be carved so."""
     require_plain(checkpoint)
     blocks = locate(checkpoint)
     require_whole(blocks)
@@ -142,10 +149,12 @@ def check(checkpoint: Checkpoint, *, layers: Collection[int] | None = None, **op
     for entry in checkpoint.config.get("surgery_blocks") or ():
         if both := sorted(set(entry["layers"]) & set(chosen)):
             raise SurgeryError(f"layer {both[0]} has a {entry['kind']} block already", "give the model from before that, or leave the layer out")  # fmt: skip
-    job = Job(blocks=blocks, layers=chosen, **options)
-    if not blocks.family.is_moe:
-        _check_width(blocks.mlp(chosen[0]).width, job.experts)
-    modeling.config_changes(checkpoint.config, [job.entry] if blocks.family.mlp or blocks.family.is_moe else [])
+    if blocks.family.is_moe:
+        modeling.entry(blocks.family, "experts", chosen)  # raises: it has experts
+    _check_width(blocks.mlp(chosen[0]).width, options["experts"])
+    cut = Cut(**options, bypass=bypass_rank(bypass, blocks, options["repair"]))
+    job = Job(blocks=blocks, layers=chosen, cut=cut, calibration=calibration)
+    modeling.config_changes(checkpoint.config, [job.entry] if blocks.family.mlp else [])
     return job
 
 
@@ -157,25 +166,22 @@ def _check_width(width: int, experts: int) -> None:
 
 
 def _notes(checkpoint: Checkpoint, job: Job) -> tuple[str, ...]:
-    mlp = sum(checkpoint.tensors[n].numel for i in job.layers for n in job.blocks.mlp(i).names)
-    mlp_bytes = sum(checkpoint.tensors[n].nbytes for i in job.layers for n in job.blocks.mlp(i).names)
-    hidden, part = job.blocks.mlp(job.layers[0]).down.shape[0], job.active / job.experts
-    router = len(job.layers) * sum(_numel(s) for s in modeling.experts_tensors(job.entry, hidden).values())
-    left = checkpoint.parameters - mlp + mlp * part + router
-    read = mlp_bytes * part + router * FLOAT_BYTES
-    same = "all experts are active: the same function" if job.exact else (
-        f"a token passes {job.active} of {job.experts} parts of an MLP, {part:.0%} of its neurons")  # fmt: skip
+    cut, hidden = job.cut, job.blocks.mlp(job.layers[0]).down.shape[0]
+    names = [n for i in job.layers for n in job.blocks.mlp(i).names]
+    mlp, mlp_bytes = (sum(getattr(checkpoint.tensors[n], size) for n in names) for size in ("numel", "nbytes"))
+    part, width = cut.active / cut.experts, mlp_bytes / mlp
+    router, bypass = (len(job.layers) * sum(math.prod(s) for s in of(job.entry, hidden).values())
+                      for of in (modeling.router_tensors, modeling.bypass_tensors))  # fmt: skip
+    left = checkpoint.parameters - mlp + mlp * part + router + bypass
+    read = mlp_bytes * part + router * FLOAT_BYTES + bypass * width
+    same = "all experts are active: the same function" if cut.exact else (
+        f"a token passes {cut.active} of {cut.experts} parts of an MLP, {part:.0%} of its neurons")  # fmt: skip
+    parts = f"{router * FLOAT_BYTES / 1e6:,.1f} MB of it routers"
+    parts += f", {bypass * width / 1e6:,.1f} the bypass" if bypass else ""
     return (same,
-            f"a token uses {left / 1e6:,.1f}M of {(checkpoint.parameters + router) / 1e6:,.1f}M parameters, and reads "
-            f"{read / 1e6:,.1f} of {mlp_bytes / 1e6:,.1f} MB of the MLPs, {router * FLOAT_BYTES / 1e6:,.1f} MB of it routers",
+            f"a token uses {left / 1e6:,.1f}M of {(checkpoint.parameters + router + bypass) / 1e6:,.1f}M parameters, and reads "
+            f"{read / 1e6:,.1f} of {mlp_bytes / 1e6:,.1f} MB of the MLPs, {parts}",
             "loads with trust_remote_code=True: its code goes along; other runtimes (llama.cpp, vLLM) cannot run it")  # fmt: skip
-
-
-def _numel(shape: Sequence[int]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
 
 
 # --- what is planned ----------------------------------------------------------------------------------------------------
@@ -186,15 +192,18 @@ def _carved(job: Job, index: int, work: Work) -> dict[str, LazyTensor]:
     mlp, blocks = job.blocks.mlp(index), job.blocks
     order = work.promise(f"{index}.order", "I64", (mlp.width,))
     out = blocks.restored(index, _ordered(mlp, order, _down(job, index, work, order)))
-    for path, shape in modeling.experts_tensors(job.entry, mlp.down.shape[0]).items():
-        out[blocks.layer(index) + path] = work.promise(f"{index}.router.{path.rpartition('.')[2]}", "F32", shape)
+    hidden, start = mlp.down.shape[0], blocks.layer(index)
+    for path, shape in modeling.router_tensors(job.entry, hidden).items():
+        out[start + path] = work.promise(f"{index}.router.{path.rpartition('.')[2]}", "F32", shape)
+    for path, shape in modeling.bypass_tensors(job.entry, hidden).items():
+        out[start + path] = work.promise(f"{index}.{path.rpartition('.')[2]}", mlp.down.dtype, shape)
     return out
 
 
 def _down(job: Job, index: int, work: Work, order: LazyTensor) -> LazyTensor:
     """down [H, F], its columns in this order, refitted where there is a repair."""
     down = job.blocks.mlp(index).down
-    if job.repair == "none":
+    if job.cut.repair == "none":
         return derive("columns in order", lambda t, o: t[:, o], down, order, dtype=down.dtype, shape=down.shape)
     return work.promise(f"{index}.down", down.dtype, down.shape)
 
@@ -214,14 +223,14 @@ def _work(checkpoint: Checkpoint, job: Job) -> Work:
 
     parts = dataclasses.asdict(dataclasses.replace(job, blocks=None, calibration=None))  # type: ignore[arg-type]
     source = "\n".join(f"{n} {t.identity()}" for n, t in sorted(checkpoint.tensors.items()))
-    data = job.calibration.identity if job.needs_data else ""
+    data = job.calibration.identity if job.cut.needs_data else ""
     hidden, width = job.blocks.mlp(job.layers[0]).down.shape
     layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(job.layers[0]))
     peak = 3 * layer
-    if job.needs_data:
+    if job.cut.needs_data:
         peak += 4 * (4 * job.calibration.tokens * hidden + 4 * SAMPLED + 3 * min(width, 11_008) ** 2)
     return Work(f"carve {parts} {data}\n{source}", lambda work, progress: _run(checkpoint, job, work, progress),
-                total=max(job.layers) + 1 if job.needs_data else len(job.layers), peak_memory=peak)  # fmt: skip
+                total=max(job.layers) + 1 if job.cut.needs_data else len(job.layers), peak_memory=peak)  # fmt: skip
 
 
 # --- what is computed ---------------------------------------------------------------------------------------------------
@@ -229,7 +238,7 @@ def _work(checkpoint: Checkpoint, job: Job) -> Work:
 
 def _run(checkpoint: Checkpoint, job: Job, work: Work, progress: Callable[[int], None]) -> None:
     """Carve every layer, on a walk of what the carved ones before it give where there is anything to fit."""
-    if not job.needs_data:
+    if not job.cut.needs_data:
         for index in job.layers:
             _fit(job, index, None, "cpu", work)
             progress(1)
@@ -259,8 +268,14 @@ def _fit(job: Job, index: int, rows: Any, device: str, work: Work) -> None:
     work.put(f"{index}.order", carved.order)
     for name, value in carved.router.named_parameters():
         work.put(f"{index}.router.{name}", value)
-    if work.promised(f"{index}.down"):
-        work.put(f"{index}.down", carved.down)
+    values = {"down": carved.down}
+    for name, shape in modeling.bypass_tensors(job.entry, len(carved.down)).items():
+        name = name.rpartition(".")[2]
+        found = getattr(carved, name)
+        values[name] = carved.down.new_zeros(shape) if found is None else found
+    for name, value in values.items():
+        if work.promised(f"{index}.{name}"):
+            work.put(f"{index}.{name}", value)
 
 
 def activation(blocks: Blocks) -> str:
@@ -280,6 +295,10 @@ def _install(layer: Layer, job: Job, walk: Walk, work: Work) -> None:
     for name, _ in list(block.router.named_parameters()):
         value = work.get(f"{index}.router.{name}").to(layer.device)
         setattr(block.router, name, torch.nn.Parameter(value, requires_grad=False))
+    for name in ("bypass_in", "bypass_out"):
+        if getattr(block, name) is not None:
+            value = work.get(f"{index}.{name}").to(layer.device, walk.dtype)
+            setattr(block, name, torch.nn.Parameter(value, requires_grad=False))
     setattr(layer.module, blocks.family.mlp, block)
     order = work.lazy(f"{index}.order")
     mlp = _ordered(blocks.mlp(index), order, _down(job, index, work, order))

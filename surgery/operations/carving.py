@@ -28,6 +28,7 @@ from transformers.activations import ACT2FN
 
 from surgery.modeling.experts_mlp import Router
 from surgery.operations import partition
+from surgery.operations.carve import Cut
 from surgery.operations.repair import Neurons, Rows, error, figures, ridge
 
 MARKED = 10  # products of a token that CMoE marks
@@ -35,27 +36,6 @@ FIRING = 0.1  # of a token's neurons, those with most mass, fire together
 SAMPLED = 2**23  # products that neurons are grouped by
 DAMPED = 4000  # rows that the old weights stand for in the repair: what an inactive expert leaves is small and noisy
 STEPS, BATCH, RATE = 300, 512, 1e-2  # of a router's training
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
-    """How MLPs are cut: `shared` and `active` count parts among `experts`."""
-
-    experts: int
-    active: int
-    shared: int
-    method: str
-    router: str
-    repair: str
-    seed: int
-
-    @property
-    def routed(self) -> int:
-        return self.experts - self.shared
-
-    @property
-    def top_k(self) -> int:
-        return self.active - self.shared
 
 
 @dataclass(kw_only=True)
@@ -106,7 +86,7 @@ def fit(neurons: Neurons, rows: Rows | None, cut: Cut, entry: dict[str, Any]) ->
     before = error(carved, rows, rows.fitted)
     fitted, after = carved, before
     if cut.repair == "ridge":
-        fitted = ridge(carved, rows, damping=DAMPED / rows.fitted)  # type: ignore[assignment]
+        fitted = ridge(carved, rows, damping=DAMPED / rows.fitted, rank=cut.bypass)  # type: ignore[assignment]
         after = error(fitted, rows, rows.fitted)
         if after > before:  # on rows that were not fitted on: a repair that makes it worse is none
             fitted, after = carved, before

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 _BY_NEURON = ("gate", "up", "gate_bias", "up_bias")  # of an Mlp, with a row for each neuron
+PIECE = 16 << 20  # bytes of a wide matrix that are put together at a time
 
 # --- exact --------------------------------------------------------------------------------------------------------------
 
@@ -39,28 +40,36 @@ def joined(experts: Sequence[Mlp]) -> Mlp:
     """One wide MLP with the neurons of all, one expert after another. The bias of its output is the mean of theirs."""
     first = experts[0]
     wide: dict[str, Any] = {
-        name: _side_by_side([getattr(e, name) for e in experts], 0) for name in _BY_NEURON if getattr(first, name)
+        name: concatenate([getattr(e, name) for e in experts]) for name in _BY_NEURON if getattr(first, name)
     }
     biases = list({e.down_bias.identity(): e.down_bias for e in experts if e.down_bias is not None}.values())
     bias = _mean(biases, biases[0].dtype) if len(biases) > 1 else first.down_bias
-    return dataclasses.replace(first, **wide, down=_side_by_side([e.down for e in experts], 1), down_bias=bias)
+    return dataclasses.replace(first, **wide, down=_wide([e.down for e in experts]), down_bias=bias)
 
 
-def _side_by_side(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
-    """One after another along a dimension; what is there several times is read once."""
-    if dim == 0 and not any(t.compute for t in tensors):
-        return concatenate(tensors)
+def _wide(tensors: Sequence[LazyTensor]) -> LazyTensor:
+    """Matrices side by side, some rows at a time where they are as they lie in their files."""
+    height = tensors[0].shape[0]
+    step = max(1, PIECE * height // sum(t.nbytes for t in tensors)) if all(t.copied for t in tensors) else height
+    if step >= height:
+        return _side_by_side(tensors)
+    return concatenate(
+        [_side_by_side([t.rows(i, min(i + step, height)) for t in tensors]) for i in range(0, height, step)]
+    )
+
+
+def _side_by_side(tensors: Sequence[LazyTensor]) -> LazyTensor:
+    """What is there several times is read once."""
     unique = {t.identity(): t for t in tensors}
     order = [list(unique).index(t.identity()) for t in tensors]
-    shape = list(tensors[0].shape)
-    shape[dim] = sum(t.shape[dim] for t in tensors)
+    shape = (tensors[0].shape[0], sum(t.shape[1] for t in tensors))
 
     def join(*values: torch.Tensor) -> torch.Tensor:
         import torch
 
-        return torch.cat([values[i] for i in order], dim)
+        return torch.cat([values[i] for i in order], 1)
 
-    return derive(f"{order} along {dim}", join, *unique.values(), dtype=tensors[0].dtype, shape=tuple(shape))
+    return derive(f"{order} along 1", join, *unique.values(), dtype=tensors[0].dtype, shape=shape)
 
 
 def scaled(mlp: Mlp, factor: float) -> Mlp:

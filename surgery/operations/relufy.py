@@ -19,7 +19,7 @@ from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, LazyTensor, Step, Work, constant
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, Mlp, locate
-from surgery.operations.sound import config_with, require_plain, require_whole, with_blocks
+from surgery.operations.sound import bypass_rank, config_with, require_plain, require_whole, with_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -176,7 +176,7 @@ def _check(checkpoint: Checkpoint, activation: str, sparsity: float | None, thre
     chosen = tuple(sorted(set(range(blocks.count) if layers is None else layers)))
     if not chosen or chosen[0] < 0 or chosen[-1] >= blocks.count:
         raise UsageError(f"layers {list(chosen)} of a model with {blocks.count}", f"layers are 0 to {blocks.count - 1}")
-    rank = _rank(bypass, blocks, repair)
+    rank = bypass_rank(bypass, blocks, repair)
     whole = len(chosen) == blocks.count and stage == 1 and not rank and not checkpoint.config.get("surgery_blocks")
     shifts = whole and swap.rule == "shifted" and bool(family.bias_key) and not blocks.mlp(0).biased
     native = whole and ((swap.rule == "plain" and bool(family.activation_key)) or shifts)
@@ -190,18 +190,6 @@ def _check(checkpoint: Checkpoint, activation: str, sparsity: float | None, thre
         if not native:
             modeling.config_changes(checkpoint.config, [entry])  # raises where no code can go along
     return job
-
-
-def _rank(bypass: int | str, blocks: Blocks, repair: str) -> int:
-    if not bypass:
-        return 0
-    hidden = blocks.mlp(0).down.shape[0]
-    rank = hidden if bypass == "full" else int(bypass)
-    if not 0 <= rank <= hidden:
-        raise UsageError(f"a bypass of rank {rank} in a model of hidden size {hidden}", "give a smaller rank, or full")
-    if repair == "none":
-        raise UsageError("a bypass without a repair that fits it", "take --repair ridge or reconstruct")
-    return rank
 
 
 def _fixed(threshold: float | Sequence[float] | None, layers: Sequence[int]) -> dict[int, float]:

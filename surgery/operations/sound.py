@@ -108,3 +108,16 @@ def config_with(checkpoint: Checkpoint, changes: Mapping[str, Any]) -> dict[str,
         config["text_config"] = {**config["text_config"], **changes}
         return config
     return config | dict(changes)
+
+
+def bypass_rank(bypass: int | str, blocks: Blocks, repair: str) -> int:
+    """The rank of a bypass beside an MLP: a number, or "full". Raises UsageError where there can be none."""
+    if not bypass:
+        return 0
+    hidden = blocks.mlp(0).down.shape[0]
+    rank = hidden if bypass == "full" else int(bypass)
+    if not 0 <= rank <= hidden:
+        raise UsageError(f"a bypass of rank {rank} in a model of hidden size {hidden}", "give a smaller rank, or full")
+    if repair == "none":
+        raise UsageError("a bypass without a repair that fits it", "take --repair ridge or reconstruct")
+    return rank

@@ -57,6 +57,7 @@ _LIMITS = {
 def what(operation: str, p: Parameters, layers: int) -> str:
     """One phrase, as in "every MLP became 8 experts, 2 of them active per token"."""
     where = "every MLP" if not p.get("layers") else f"the MLP of {len(p['layers'])} layers"
+    bypass = f", with a linear bypass of rank {p['bypass']}" if p.get("bypass") else ""
     if operation == "upcycle":
         shared = f", beside {p['shared']} shared part{'s' if p['shared'] > 1 else ''}" if p.get("shared") else ""
         return f"{where} became {p['experts']} experts, {p['top_k']} of them active for a token{shared} ({p['target']})"
@@ -66,14 +67,11 @@ def what(operation: str, p: Parameters, layers: int) -> str:
             "ridge": ", down_proj refitted to what it should give",
             "reconstruct": ", gate, up and down optimised",
         }
-        bypass = f", with a linear bypass of rank {p['bypass']}" if p.get("bypass") else ""
         return f"{where} got the activation {p['activation']}{zeros}{bypass}{repair.get(str(p.get('repair')), ', nothing was repaired')}"
     if operation == "cast":
         return f"the weights are stored in {p['dtype']}"
     if operation == "carve":
-        return (
-            f"{where} was cut into {p['experts']} experts of its own neurons, {p['active']} of them active for a token"
-        )
+        return f"{where} was cut into {p['experts']} experts of its own neurons, {p['active']} of them active for a token{bypass}"
     if operation == "memory":
         place = "got a memory beside it" if p.get("place") != "replace" else "gave its place to a memory"
         return f"{where} {place}"

@@ -76,6 +76,12 @@ def test_only_functions_take_memory(pair: tuple[LazyTensor, LazyTensor]) -> None
         assert (lazy.peak_memory == 0) == (a.compute is None)
     cast = a.cast("F32")
     assert cast.peak_memory >= a.nbytes + cast.nbytes
+    joined = concatenate([a, b.cast("F32").cast(b.dtype), a])
+    assert (
+        joined.peak_memory
+        == max(a.peak_memory, b.cast("F32").cast(b.dtype).peak_memory)
+        < 2 * joined.nbytes + cast.peak_memory
+    )
     checkpoint = Checkpoint(config={}, tensors={"a": a, "b": b.rows(0, 1)}, source=Source(location="x"))
     assert (make_plan(checkpoint).peak_memory == 0) == (a.compute is None)
 

@@ -46,7 +46,7 @@ def block_of(name: str, mlp: nn.Module | None = None, *, top_k: int = 2, shared:
     for p in block.router.parameters():
         nn.init.normal_(p, std=0.5, generator=draw)
     found = {f"{entry['mlp']}.router.{n}": tuple(p.shape) for n, p in block.router.named_parameters()}
-    assert found == modeling.experts_tensors(entry, HIDDEN)
+    assert found == modeling.router_tensors(entry, HIDDEN)
     return block
 
 
@@ -109,6 +109,21 @@ def test_it_computes_its_formulas(name: str, spec: dict[str, Any]) -> None:
         torch.testing.assert_close(way(flat, weights, chosen).view(X.shape), want, rtol=0, atol=limit)
     torch.testing.assert_close(block(X), want, rtol=0, atol=limit)
     torch.testing.assert_close(block(X[:1, :1]), want[:1, :1], rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("rank", [3, HIDDEN])
+@torch.no_grad()
+def test_a_bypass_is_a_linear_map_beside_it(rank: int) -> None:
+    mlp = mlp_of("llama")
+    plain, block = block_of("llama", mlp), block_of("llama", mlp, bypass=rank)
+    assert torch.equal(block(X), plain(X))  # it begins as none
+    nn.init.normal_(block.bypass_out)
+    matrix = block.bypass_out
+    if rank < HIDDEN:
+        nn.init.normal_(block.bypass_in)
+        matrix = matrix @ block.bypass_in
+    assert (block.bypass_in is None) == (rank == HIDDEN)
+    torch.testing.assert_close(block(X), plain(X) + X @ matrix.T, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -6,6 +6,7 @@ choice that is not the one that was fitted.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from surgery.operations.carve import METHODS, carve
 
 SMALL = {"tokens": 768, "sequence_length": 64, "dtype": "fp32"}
 CUT = {"experts": 8, "active": 4, "calibration": SMALL}
+DEMO: dict[str, Any] = {"experts": 16, "active": 8, "layers": [1, 3, 5],
+                        "calibration": {"tokens": 2048, "dtype": "fp32"}}  # fmt: skip
 
 
 def source_of(name: str, folder: Path) -> Checkpoint:
@@ -96,14 +99,8 @@ def test_the_shared_neurons_are_those_with_most_mass(tmp_path: Path) -> None:
 def demo() -> dict[str, tuple[Checkpoint, quality.Quality]]:
     """The embedded model, three of its layers carved by mass and at random, half of them active."""
     source = open_checkpoint(MODEL)
-    options: dict[str, Any] = {
-        "experts": 16,
-        "active": 8,
-        "layers": [1, 3, 5],
-        "calibration": {"tokens": 2048, "dtype": "fp32"},
-    }
-    models = {"source": source, "mass": carve(source, **options), "plain": carve(source, repair="none", **options),
-              "random": carve(source, method="random", **options)}  # fmt: skip
+    models = {"source": source, "mass": carve(source, **DEMO), "plain": carve(source, repair="none", **DEMO),
+              "random": carve(source, method="random", **DEMO)}  # fmt: skip
     found = quality.measure(models, quality.texts(source, 1024, 512))
     return {name: (models[name], found[name]) for name in models}
 
@@ -114,6 +111,25 @@ def test_mass_beats_random_by_far(demo: dict[str, tuple[Checkpoint, quality.Qual
     }
     assert lost["mass"] < 0.7 * lost["random"] and lost["mass"] < lost["plain"]
     assert demo["mass"][1].agreement["evaluation"] > demo["random"][1].agreement["evaluation"]
+
+
+@pytest.mark.parametrize("bypass", [24, "full"])
+def test_a_bypass_mends_more(
+    bypass: int | str, demo: dict[str, tuple[Checkpoint, quality.Quality]], tmp_path: Path
+) -> None:
+    """And the model that transformers loads gives what the walk of the written one does."""
+    source, plain = demo["source"][0], demo["mass"][0].steps[-1].work.report
+    output, model = written(source, tmp_path / "out", bypass=bypass, **DEMO)
+    found = output.steps[-1].work.report
+    assert found["1"]["repaired"] < plain["1"]["repaired"]
+    names = sorted(n for n in output.tensors if ".1.mlp.bypass" in n)
+    assert [output.tensors[n].shape for n in names] == ([(192, 192)] if bypass == "full" else [(24, 192), (192, 24)])
+    texts = quality.texts(source, 512, 511)
+    (walked,) = quality.measure({"output": open_checkpoint(tmp_path / "out")}, texts).values()
+    ids = texts.samples["evaluation"].input_ids
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss.item()
+    assert math.exp(loss) == pytest.approx(walked.perplexity["evaluation"], rel=1e-3)
 
 
 def test_what_was_fitted_is_reported(demo: dict[str, tuple[Checkpoint, quality.Quality]]) -> None:

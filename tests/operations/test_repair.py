@@ -109,7 +109,8 @@ def test_neurons_turn_to_where_relu_of_up_keeps_their_energy() -> None:
     z = torch.randn(500, 12, generator=draw) + 4
     sign = torch.where(torch.arange(24) % 3 == 0, -1.0, 1.0)
     up = sign[:, None] * (torch.rand(24, 12, generator=draw) + 0.1)
-    mlp = dataclasses.replace(neurons("drelu")[0], up=up, up_bias=sign)
+    made = neurons("drelu")[0]
+    mlp = dataclasses.replace(made, gate=made.gate.abs(), up=up, up_bias=sign)
     plain = dataclasses.replace(mlp, rule="fatrelu")
     turned = repair.turned(mlp, Rows(z=z, y=plain(z)))
     assert torch.equal(turned.up, up * sign[:, None]) and torch.equal(turned.up_bias, torch.ones(24))
