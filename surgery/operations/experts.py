@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 _BY_NEURON = ("gate", "up", "gate_bias", "up_bias")  # of an Mlp, with a row for each neuron
-PIECE = 16 << 20  # bytes of a wide matrix that are put together at a time
+PIECE = 64 << 20  # bytes of matrices whose columns are moved at a time
 
 # --- exact --------------------------------------------------------------------------------------------------------------
 
@@ -29,9 +29,7 @@ def part(mlp: Mlp, start: int, stop: int) -> Mlp:
     """Neurons [start, stop). The bias of the output stays whole."""
     if (start, stop) == (0, mlp.width):
         return mlp
-    h = mlp.down.shape[0]
-    down = derive(f"columns {start}:{stop}", lambda t: t[:, start:stop].clone(), mlp.down, dtype=mlp.down.dtype,
-                  shape=(h, stop - start))  # fmt: skip
+    down = _by_rows([mlp.down], lambda parts: _columns(parts[0], start, stop))
     kept: dict[str, Any] = {name: t.rows(start, stop) for name in _BY_NEURON if (t := getattr(mlp, name)) is not None}
     return dataclasses.replace(mlp, **kept, down=down)
 
@@ -44,22 +42,25 @@ def joined(experts: Sequence[Mlp]) -> Mlp:
     }
     biases = list({e.down_bias.identity(): e.down_bias for e in experts if e.down_bias is not None}.values())
     bias = _mean(biases, biases[0].dtype) if len(biases) > 1 else first.down_bias
-    return dataclasses.replace(first, **wide, down=_wide([e.down for e in experts]), down_bias=bias)
+    return dataclasses.replace(first, **wide, down=_by_rows([e.down for e in experts], _side_by_side), down_bias=bias)
 
 
-def _wide(tensors: Sequence[LazyTensor]) -> LazyTensor:
-    """Matrices side by side, some rows at a time where they are as they lie in their files."""
-    height = tensors[0].shape[0]
-    step = max(1, PIECE * height // sum(t.nbytes for t in tensors)) if all(t.copied for t in tensors) else height
-    if step >= height:
-        return _side_by_side(tensors)
-    return concatenate(
-        [_side_by_side([t.rows(i, min(i + step, height)) for t in tensors]) for i in range(0, height, step)]
-    )
+def _by_rows(matrices: Sequence[LazyTensor], function: Callable[[Sequence[LazyTensor]], LazyTensor]) -> LazyTensor:
+    """`function` of the matrices, of a few rows at a time where they are as they lie in their files."""
+    height, size = matrices[0].shape[0], sum(t.nbytes for t in matrices)
+    step = max(1, PIECE * height // size)
+    if step >= height or not all(t.copied for t in matrices):
+        return function(matrices)
+    return concatenate([function([t.rows(i, min(i + step, height)) for t in matrices]) for i in range(0, height, step)])
+
+
+def _columns(t: LazyTensor, start: int, stop: int) -> LazyTensor:
+    return derive(f"columns {start}:{stop}", lambda t: t[:, start:stop].clone(), t, dtype=t.dtype,
+                  shape=(t.shape[0], stop - start))  # fmt: skip
 
 
 def _side_by_side(tensors: Sequence[LazyTensor]) -> LazyTensor:
-    """What is there several times is read once."""
+    """Matrices joined along their columns; what is there several times is read once."""
     unique = {t.identity(): t for t in tensors}
     order = [list(unique).index(t.identity()) for t in tensors]
     shape = (tensors[0].shape[0], sum(t.shape[1] for t in tensors))

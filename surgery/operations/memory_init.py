@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from surgery.checkpoint import LazyTensor, constant, derive, normal
+from surgery.checkpoint import LazyTensor, concatenate, constant, normal
 from surgery.checkpoint.tensors import DTYPES
 from surgery.errors import UsageError
 from surgery.families import Mlp
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PLACES = ("beside", "replace")
 INITS = ("slots", "fit", "zero", "random")  # of a memory in the MLP's place
@@ -84,12 +81,12 @@ def random_memory(
 ) -> Iterator[tuple[str, LazyTensor]]:
     """Query and projections as Memory Layers at Scale draws them, keys of the variance of its uniform ones; what is added to
     the stream last is zero beside an MLP, and drawn too in its place."""
-    drawn = entry["place"] == "replace"
+    replaces = entry["place"] == "replace"
     for path, shape in memory_shapes(entry, hidden).items():
         if path == "query_norm.weight":
             yield path, constant(1.0, shape, dtype)
         elif path in ("query.bias", "query_norm.bias", "bias", "bypass.bias") or (
-            path == "output.weight" and not drawn
+            path == "output.weight" and not replaces
         ):
             yield path, constant(0.0, shape, dtype)
         else:
@@ -104,28 +101,20 @@ def random_table(
     """Values N(0, 1/value_dim), a piece at a time; the last matrix of PEER, and all of it where `zero`, is zero."""
     for path, shape in table_shapes(entry, hidden).items():
         if zero or (path == "up" and entry["place"] == "beside"):
-            yield path, constant(0.0, shape, dtype)
-            continue
-        yield path, by_pieces(f"{name}.{path}", seed, shape[1] ** -0.5, shape, dtype)
+            yield path, by_pieces(shape, lambda _, part: constant(0.0, part, dtype))
+        else:
+            yield path, drawn(f"{name}.{path}", seed, shape[1] ** -0.5, shape, dtype)
 
 
-def by_pieces(name: str, seed: int, std: float, shape: tuple[int, ...], dtype: str) -> LazyTensor:
-    """N(0, std²), drawn a piece at a time, each by its name: no more is held than the table and a piece."""
+def drawn(name: str, seed: int, std: float, shape: tuple[int, ...], dtype: str) -> LazyTensor:
+    """N(0, std²), a piece at a time, each by its name."""
+    return by_pieces(shape, lambda first, part: normal(f"{name}[{first}]", seed, std, part, dtype))
+
+
+def by_pieces(shape: tuple[int, ...], piece: Callable[[int, tuple[int, ...]], LazyTensor]) -> LazyTensor:
+    """A table [n, d] of `piece(first row, its shape)`, of which one at a time is held when it is written."""
     rows = max(1, PIECE // shape[1])
-    pieces = {
-        i: normal(f"{name}[{i}]", seed, std, (min(rows, shape[0] - i), shape[1]), dtype)
-        for i in range(0, shape[0], rows)
-    }
-
-    def make() -> Tensor:
-        import torch
-
-        table = torch.empty(shape, dtype=getattr(torch, DTYPES[dtype][1]))
-        for i, piece in pieces.items():
-            table[i : i + rows] = piece.read()
-        return table
-
-    return derive(f"normal by {rows} rows seed={seed} std={std!r} name={name}", make, dtype=dtype, shape=shape)
+    return concatenate([piece(i, (min(rows, shape[0] - i), shape[1])) for i in range(0, shape[0], rows)])
 
 
 def nbytes(tensors: Mapping[str, LazyTensor]) -> int:
