@@ -222,7 +222,8 @@ def weigh(model: Checkpoint | Shapes, config: Mapping[str, Any]) -> Weights:
     text, family = config.get("text_config") or config, _family(config)
     facts = _Facts.of(text, family)
     entries, tied, unknown = _sort(shapes, family, facts.layers)
-    parts = [_measure(found, prefix, index, facts) for (prefix, index), found in entries.items()]
+    blocks = {i: b for b in config.get("surgery_blocks") or () if b["kind"] == "experts" for i in b["layers"]}
+    parts = [_measure(found, prefix, index, facts, blocks.get(index)) for (prefix, index), found in entries.items()]
     layers = [part for part in parts if part.index is not None]
     return Weights(
         model_type=str(text.get("model_type") or config.get("model_type")),
@@ -308,12 +309,32 @@ def _tally(path: str, role: str, shape: tuple[int, ...], dtype: str) -> Tally:
     return Tally(parameters, parameters if multiplied else 0, numel * DTYPES[dtype][0])
 
 
-def _measure(entries: Sequence[_Entry], prefix: str, index: int | None, facts: _Facts) -> Layer:
-    """The sums by role of a layer, its experts, and the width F of each kind of MLP it has."""
+def _as_experts(entry: _Entry, block: Mapping[str, Any]) -> Iterator[_Entry]:
+    """A tensor of an MLP that is a mixture (surgery/modeling/experts_mlp.py): what its shared neurons have of it, and its experts."""
+    part = entry.path.removeprefix(f"{block['mlp']}.").rpartition(".")
+    if part[0] not in (block["gate"], block["up"], block["down"]) or (part[0] == block["down"] and part[2] == "bias"):
+        yield entry
+        return
+    experts, t = block["experts"], entry.tally
+    shared, routed = block["shared_neurons"], experts * block["width"]
+    sizes = {"shared_experts": shared, "routed_experts": routed}
+    for role, size in sizes.items():
+        counts = (n * size // (shared + routed) for n in (t.parameters, t.matrices, t.nbytes))
+        if size:
+            yield _Entry(role, entry.path, (experts, *entry.shape), Tally(*counts))
+
+
+def _measure(entries: Sequence[_Entry], prefix: str, index: int | None, facts: _Facts,
+             block: Mapping[str, Any] | None = None) -> Layer:  # fmt: skip
+    """The sums by role of a layer, its experts, and the width F of each kind of MLP it has. `block`: that of a mixture whose
+    code travels."""
+    if block:
+        entries = [part for e in entries for part in _as_experts(e, block)]
     tallies: dict[str, Tally] = {}
     for e in entries:
         tallies[e.role] = tallies.get(e.role, Tally()) + e.tally
-    experts = _expert_count([e for e in entries if e.role == "routed_experts"])
+    experts = block["experts"] if block else _expert_count([e for e in entries if e.role == "routed_experts"])
+    top_k = block["top_k"] if block else facts.top_k or experts
     widths: dict[str, int] = {}
     for e in entries:
         if facts.hidden_size and e.role in MLP_ROLES and DOWN.search(e.path) and e.tally.matrices:
@@ -321,7 +342,7 @@ def _measure(entries: Sequence[_Entry], prefix: str, index: int | None, facts: _
             rows = e.shape[0] if routed and not EXPERT.search(e.path) else 1
             widths[e.role] = e.tally.matrices // (rows * (facts.latent_size if routed else facts.hidden_size))
     tallies = {role: tallies[role] for role in ROLES if role in tallies}
-    return Layer(prefix=prefix, index=index, tallies=tallies, experts=experts, top_k=facts.top_k or experts,
+    return Layer(prefix=prefix, index=index, tallies=tallies, experts=experts, top_k=top_k,
                  widths=widths, scores=_scores(facts.text, index) if "attention" in tallies else None)  # fmt: skip
 
 
@@ -437,7 +458,7 @@ def _notes(config: Mapping[str, Any], shapes: Shapes, facts: _Facts, parts: Iter
            unknown: Sequence[str]) -> Iterator[str]:  # fmt: skip
     """What the reader must know to trust the figures."""
     parts, dtypes = list(parts), {dtype for _, dtype in shapes.values()}
-    if facts.top_k is None and any(part.experts for part in parts):
+    if facts.top_k is None and any(part.experts and part.top_k == part.experts for part in parts):
         yield "config.json does not say how many experts a token goes to: all are taken as active"
     if towers := sum(part.tallies["towers"].parameters for part in parts if "towers" in part.tallies):
         yield f"{towers:,} parameters are of other modalities or multi-token prediction: text does not run them"

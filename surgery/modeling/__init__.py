@@ -175,8 +175,8 @@ def sparse_tensors(entry: Mapping[str, Any], hidden: int, width: int) -> dict[st
         "threshold_inputs": (1,) if entry["inputs"] else None,
         "correction": (hidden,) if entry["correction"] else None,
     }
-    shapes_there = {f"{entry['mlp']}.{name}": shape for name, shape in shapes.items() if shape}
-    return shapes_there | bypass_tensors(entry, hidden)
+    found = {f"{entry['mlp']}.{name}": shape for name, shape in shapes.items() if shape}
+    return found | bypass_tensors(entry, hidden)
 
 
 def bypass_tensors(entry: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:

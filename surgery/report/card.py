@@ -167,8 +167,8 @@ def table(source: Checkpoint | None, output: Checkpoint, record: Mapping[str, An
 
 
 def _is_weighed(checkpoint: Checkpoint) -> bool:
-    """Whether names and shapes say what a token needs: not where code that travels looks up or chooses experts."""
-    return not {"experts", "memory"} & set(modeling.kinds(checkpoint.config))
+    """Whether names and shapes say what a token needs: not where a memory is looked up."""
+    return "memory" not in modeling.kinds(checkpoint.config)
 
 
 _STORED: tuple[tuple[str, Any], ...] = (

@@ -10,9 +10,12 @@ from click.testing import CliRunner
 
 from surgery.analysis.devices import DEVICES, decode, parse_device
 from surgery.analysis.weigh import BYTES, Weights, shapes_of, weigh
+from surgery.checkpoint import open_checkpoint
 from surgery.cli.inspect import inspect_command
+from surgery.demo import MODEL
 from surgery.errors import SurgeryError, UsageError
 from surgery.families.roles import MLP_ROLES
+from surgery.operations.carve import carve
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 H100 = DEVICES["h100"]
@@ -256,6 +259,26 @@ def test_multi_token_prediction_and_scales_are_no_parameters_of_a_token():
     assert w.nbytes("mlp") == 256 * 64 + 8
     assert w.parameters("towers") == 256 * 64 + 6400
     assert w.active() == 256 * 64 + 6400  # the MLP and the head
+
+
+@pytest.mark.parametrize(("shared", "bypass"), [(0, 0), (3, 24)])
+def test_a_mixture_whose_code_travels_is_weighed_by_what_a_token_passes(shared, bypass):
+    """The embedded model, 192 × 512, cut into 16 parts of which 4 are active: a quarter of its MLPs, router and bypass apart."""
+    source = open_checkpoint(MODEL)
+    whole = weigh(source, source.config).parameters("mlp")
+    output = carve(source, experts=16, active=4, shared=shared, bypass=bypass)
+    w = weigh(output, output.config)
+    assert w.parameters("shared_experts") == whole * shared // 16
+    assert w.parameters("routed_experts") == whole * (16 - shared) // 16
+    assert w.active("shared_experts") + w.active("routed_experts") == whole // 4
+    assert w.active("mlp") == w.parameters("mlp") == 7 * 2 * 192 * bypass
+    assert w.flops("routed_experts") == pytest.approx(2 * whole * (4 - shared) / 16)
+    assert (w.layers[0].experts, w.layers[0].top_k, w.layers[0].widths["routed_experts"]) == (
+        16 - shared,
+        4 - shared,
+        32,
+    )
+    assert w.notes == ()
 
 
 def test_an_unknown_family_is_weighed_by_its_names():
