@@ -1,11 +1,13 @@
-"""An MLP whose activation can be trained: the fixed one and a learnable function beside it, one for each channel or group.
+"""An MLP whose activation can be trained: a learnable function beside the fixed one or in its place, for each channel or group.
 
     spline    φ(x) = act(x) + Σ_i c_i B_i(x)          B_i the cubic B-splines on `grid` equal cells over ±range that are zero
                                                       at both ends of it: outside, φ stays act. KAN, Liu et al. 2024, arXiv 2404.19756
     rational  φ(x) = act(x) + P(x/r) / (1 + |Q(x/r)|) P of degree 5, Q of degree 4 without a constant, r the range: the safe
                                                       Padé unit of Molina et al. 2019, arXiv 1907.06732
+    linear    φ(x) = c_i + t·(c_i+1 − c_i)            straight lines between `grid` + 1 knots over ±range, from which it goes on
+                                                      with the slopes that the activation has far out: no exponential is left
 
-Coefficients [groups, n] of zero leave the activation as it was, bit for bit. Each group is a run of neighbouring channels; a
+Coefficients [groups, n] of zero leave the activation as it was, bit for bit; those of the last kind are its values at the knots. Each group is a run of neighbouring channels; a
 row for each channel, or one row for all, are the extremes. The submodules keep the names that they had.
 
 Unlike in a KAN the function sits on the channels and not on every edge: the parameters of an MLP are not multiplied.
@@ -25,7 +27,7 @@ NUMERATOR, DENOMINATOR = 6, 4  # coefficients of P and Q
 
 def coefficients(kind: str, grid: int) -> int:
     """How many coefficients a function has."""
-    return grid - 3 if kind == "spline" else NUMERATOR + DENOMINATOR
+    return {"spline": grid - 3, "linear": grid + 1}.get(kind, NUMERATOR + DENOMINATOR)
 
 
 class SplineMLP(nn.Module):
@@ -42,10 +44,11 @@ class SplineMLP(nn.Module):
         groups = entry["groups"] or width
         self.repeats = width // groups  # channels of a group
         shape = groups, coefficients(self.kind, entry["grid"])
-        self.coefficients = nn.Parameter(torch.zeros(shape, dtype=weight.dtype))
+        dtype = torch.float32 if self.kind == "linear" else weight.dtype
+        self.coefficients = nn.Parameter(torch.zeros(shape, dtype=dtype))
 
     def init_block_weights(self) -> None:
-        """The activation as it was. By a function of torch.nn.init, which spares what was loaded."""
+        """The activation as it was, or no activation where its knots are to be loaded. By a function of torch.nn.init, which spares what was loaded."""
         nn.init.zeros_(self.coefficients)
 
     def _part(self, part: str) -> Any:
@@ -68,6 +71,8 @@ class SplineMLP(nn.Module):
 
     def activate(self, g: Tensor) -> Tensor:
         """φ of pre-activations [..., F]."""
+        if self.kind == "linear":
+            return self._linear(g.float()).to(g.dtype)
         learned = self._spline if self.kind == "spline" else self._rational
         activated: Tensor = self.act(g)
         return activated + learned(g.float() / self.entry["range"]).to(activated.dtype)
@@ -81,6 +86,16 @@ class SplineMLP(nn.Module):
         rows = torch.arange(x.shape[-1], device=x.device) // self.repeats * c.shape[1]
         first = cell.long() + rows
         return sum(w * c.take(first + i) for i, w in enumerate(_cubic(place - cell)))
+
+    def _linear(self, x: Tensor) -> Tensor:
+        """φ of x [..., F] between the knots and beyond them."""
+        grid, reach, (low, high) = self.entry["grid"], self.entry["range"], self.entry["slopes"]
+        place = (x.clamp(-reach, reach) + reach) * (grid / (2 * reach))
+        cell = place.detach().nan_to_num().floor().clamp(0, grid - 1)
+        first = cell.long() + torch.arange(x.shape[-1], device=x.device) // self.repeats * (grid + 1)
+        c = self.coefficients.float()
+        beyond = low * (x + reach).clamp(max=0) + high * (x - reach).clamp(min=0)
+        return torch.lerp(c.take(first), c.take(first + 1), place - cell) + beyond
 
     def _rational(self, x: Tensor) -> Tensor:
         """P / (1 + |Q|) of x [..., F]."""

@@ -38,7 +38,7 @@ _WHY = {
               "need not be read, and reading weights is what decoding spends its time on.",
     "carve": "The neurons that one token needs stand together in experts of their own, so that a router can leave the others unread.",
     "memory": "A memory layer looks few values up in a large table: parameters that cost next to no work per token.",
-    "splinify": "The activation becomes learnable: a function of zeros beside it, which training can shape.",
+    "splinify": "The activation becomes learnable: a function of zeros beside it, or straight lines in its place, which training can shape.",
     "cast": "The weights are stored in another dtype.",
     "finetune": "Training gives back what the conversion cost, or makes use of what it added.",
 }  # fmt: skip
@@ -50,7 +50,7 @@ _LIMITS = {
               "calibrated on. Zeros save time only in a runtime that skips them.",
     "carve": "It was not trained after the conversion: tokens that a router sends elsewhere lose what the other neurons computed.",
     "memory": "It was not trained after the conversion: new memory holds nothing yet.",
-    "splinify": "It was not trained after the conversion: it computes what its source does.",
+    "splinify": "It was not trained after the conversion: it gains nothing over its source yet.",
 }  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def what(operation: str, p: Parameters, layers: int) -> str:
         return f"{where} {place}"
     if operation == "finetune":
         return "it was trained"
-    verbs = {"splinify": "got a learnable activation"}
+    verbs = {"splinify": f"got a learnable activation ({p.get('kind')})"}
     return f"{where} {verbs.get(operation, 'was changed by ' + operation)}"
 
 
