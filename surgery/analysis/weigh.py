@@ -222,7 +222,9 @@ def weigh(model: Checkpoint | Shapes, config: Mapping[str, Any]) -> Weights:
     text, family = config.get("text_config") or config, _family(config)
     facts = _Facts.of(text, family)
     entries, tied, unknown = _sort(shapes, family, facts.layers)
-    blocks = {i: b for b in config.get("surgery_blocks") or () if b["kind"] == "experts" for i in b["layers"]}
+    operated = config.get("surgery_blocks") or ()
+    blocks = {i: b for b in operated if b["kind"] == "experts" for i in b["layers"]}
+    activations = {b["activation"]: None for b in operated if b["kind"] == "sparse"}
     parts = [_measure(found, prefix, index, facts, blocks.get(index)) for (prefix, index), found in entries.items()]
     layers = [part for part in parts if part.index is not None]
     return Weights(
@@ -230,7 +232,7 @@ def weigh(model: Checkpoint | Shapes, config: Mapping[str, Any]) -> Weights:
         hidden_size=facts.hidden_size,
         layers=tuple(sorted(layers, key=lambda layer: (natural_key(layer.prefix), layer.index or 0))),
         outside=next(part for part in parts if part.index is None),
-        activation=facts.activation,
+        activation=", ".join(activations) or facts.activation,
         gated=family.gated if family else any(GATED.search(name) for name in shapes if not TOWERS.search(name)),
         tied=tied,
         dtypes=_by_dtype(shapes),

@@ -16,6 +16,7 @@ from surgery.demo import MODEL
 from surgery.errors import SurgeryError, UsageError
 from surgery.families.roles import MLP_ROLES
 from surgery.operations.carve import carve
+from surgery.operations.relufy import relufy
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 H100 = DEVICES["h100"]
@@ -279,6 +280,13 @@ def test_a_mixture_whose_code_travels_is_weighed_by_what_a_token_passes(shared, 
         32,
     )
     assert w.notes == ()
+
+
+def test_the_activation_is_that_of_the_code_that_travels():
+    source = open_checkpoint(MODEL)
+    output = relufy(source, activation="fatrelu", threshold=0.1, repair="none")
+    assert weigh(source, source.config).gate == "SwiGLU"
+    assert (weigh(output, output.config).activation, weigh(output, output.config).gate) == ("relu", "ReGLU")
 
 
 def test_an_unknown_family_is_weighed_by_its_names():
