@@ -31,7 +31,11 @@ Operation = Callable[[Checkpoint], Checkpoint]
 RUNS: dict[str, tuple[Operation, int, list[str]]] = {  # what is done, for how many steps, with which options
     "dense": (lambda model: model, 300, []),
     "relufy": (lambda model: relufy(model, repair="none"), 500, []),
-    "relufy-l1": (lambda model: relufy(model, repair="none"), 500, ["--l1=0.2", "--distill=0.6", "--learning_rate=1e-3"]),
+    "relufy-l1": (
+        lambda model: relufy(model, repair="none"),
+        500,
+        ["--l1=0.2", "--distill=0.6", "--learning_rate=1e-3"],
+    ),
     "upcycle": (lambda model: upcycle(model, experts=8, top_k=2), 300, []),
     "memory": (lambda model: memory(model, slots=128**2, key_dim=64, knn=16), 300, []),
 }

@@ -29,8 +29,8 @@ COMMANDS: dict[str, list[str]] = {  # in this order: a verify checks what the on
                                          "--out", "{out}"],
     "verify, parity": ["verify", "{source}", "{out}", "-q"],
     "analyze": ["analyze", "{source}", "--tokens", "2048", "-q"],
-    "relufy, ridge": ["relufy", "{source}", "--layers", "0-3", "--tokens", "8192", "--no-verify", "-q", "--out", "{out}"],
-    "carve": ["carve", "{source}", "--layers", "0-1", "--tokens", "8192", "--no-verify", "-q", "--out", "{out}"],
+    "relufy, ridge": ["relufy", "{source}", "--layers", "0-1", "--tokens", "4096", "--no-verify", "-q", "--out", "{out}"],
+    "carve": ["carve", "{source}", "--layers", "0", "--tokens", "4096", "--no-verify", "-q", "--out", "{out}"],
 }  # fmt: skip
 
 
