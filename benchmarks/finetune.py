@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[Operation, int, list[str]]] = {  # what is done, for how m
     "relufy-l1": (
         lambda model: relufy(model, repair="none"),
         500,
-        ["--l1=0.2", "--distill=0.6", "--learning_rate=1e-3"],
+        ["--l1=0.3", "--distill=0.6", "--learning_rate=1e-3"],
     ),
     "upcycle": (lambda model: upcycle(model, experts=8, top_k=2), 300, []),
     "memory": (lambda model: memory(model, slots=128**2, key_dim=64, knn=16), 300, []),
