@@ -122,6 +122,8 @@ def as_json(value: Any) -> bytes:
 
 # --- what reads -----------------------------------------------------------------------------------------------------------
 
+BLOCK = {"kind": "experts", "layers": [0], "mlp": "mlp", "gate": "gate_proj", "up": "up_proj", "down": "down_proj", "experts": 4,
+         "width": 4, "top_k": 2, "shared_neurons": 0}  # fmt: skip
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 16,
           "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 12,
           "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
@@ -217,6 +219,8 @@ def config(room: Room, draw: random.Random) -> None:
     """A config that is another model's, or nobody's: weighed, operated on and planned."""
     value = {**CONFIG, "model_type": draw.choice(FAMILIES)} if draw.random() < 0.3 else CONFIG
     if draw.random() < 0.1:
+        value = {**value, "surgery_blocks": [BLOCK]}
+    elif draw.random() < 0.1:
         value = {
             **value,
             draw.choice(

@@ -35,10 +35,16 @@ _OBJECTS = ("rope_scaling", "rope_parameters", "text_config", "quantization_conf
 _LISTS = {
     "layer_types": "string",
     "architectures": "string",
-    "surgery_blocks": "object",
     "no_rope_layers": "integer",
     "mlp_only_layers": "integer",
 }
+_PATHS, _SIZES = ("mlp", "gate", "up", "down"), ("experts", "width", "top_k", "shared_neurons")
+_BLOCK: Schema = {
+    "type": "object",
+    "required": ["kind", "layers", *_PATHS],
+    "properties": {"kind": {"type": "string"}, "layers": {"type": "array", "items": {"type": "integer"}}}
+    | {name: {"type": "string"} for name in (*_PATHS, "activation", "rule")} | {name: {"type": "integer"} for name in _SIZES},
+}  # fmt: skip
 
 
 def _schema() -> Schema:
@@ -48,7 +54,8 @@ def _schema() -> Schema:
     lists = {
         name: {"anyOf": [{"type": "array", "items": {"type": kind}}, {"type": "null"}]} for name, kind in _LISTS.items()
     }
-    return {"type": "object", "properties": fields | lists}
+    blocks = {"anyOf": [{"type": "array", "items": _BLOCK}, {"type": "null"}]}
+    return {"type": "object", "properties": fields | lists | {"surgery_blocks": blocks}}
 
 
 _SCHEMA = _schema()
@@ -81,7 +88,18 @@ def _wrong(part: Any) -> Iterator[str]:
     for found in violations(part, _SCHEMA, ("config",)):
         yield f"{found.message}: {found.hint}" if found.path[-1] != "model_type" else found.message
     if isinstance(part, Mapping):
+        for block in part.get("surgery_blocks") or ():
+            if isinstance(block, Mapping) and block.get("kind") == "experts":
+                yield from (
+                    f"{name} of surgery_blocks is {block.get(name)}" for name in _SIZES if not _fits(name, block)
+                )
         for name in _COUNTS:
             least, value = int(name in _POSITIVE), part.get(name)
             if (value is None and name in part and least) or (value is not None and not least <= value < _MOST):
                 yield f"{name} is {value}"
+
+
+def _fits(name: str, block: Mapping[str, Any]) -> bool:
+    """Whether an entry of a mixture says how large it is."""
+    value = block.get(name)
+    return isinstance(value, int) and int(name != "shared_neurons") <= value < _MOST

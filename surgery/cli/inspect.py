@@ -120,6 +120,7 @@ def _bare_config(path: Path) -> Path | None:
 def _read(path: Path) -> Mapping[str, Any]:
     import json
 
+    from surgery.checkpoint.config import check
     from surgery.errors import SurgeryError
 
     try:
@@ -130,4 +131,4 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise SurgeryError(f"{path} is not JSON: {error}", "give the model's config.json") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise SurgeryError(f"{path} has no model_type", "give the config.json of a Hugging Face checkpoint")
-    return config
+    return check(config, str(path))

@@ -322,6 +322,18 @@ def test_json_has_the_figures():
     assert found["decode"]["mlp_compute_bound_from_batch"] == 296
 
 
+@pytest.mark.parametrize(("block", "message"), [
+    ([1], "item 0 of surgery_blocks is 1"), ([{"kind": "experts", "layers": [0]}], "no mlp"),
+    ([{"kind": "experts", "layers": [0], "mlp": "mlp", "gate": "g", "up": "u", "down": "d", "experts": 0, "width": 3, "top_k": 1,
+       "shared_neurons": 0}], "experts of surgery_blocks is 0"),
+])  # fmt: skip
+def test_blocks_that_nobody_wrote_are_refused(block, message, tmp_path):
+    config = json.loads((CONFIGS / "gpt2.json").read_text()) | {"surgery_blocks": block}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = CliRunner().invoke(inspect_command, [str(tmp_path)])
+    assert isinstance(result.exception, SurgeryError) and message in str(result.exception)
+
+
 def test_a_folder_with_only_a_config_and_a_plot(tmp_path):
     (tmp_path / "config.json").write_text((CONFIGS / "gpt2.json").read_text())
     result = CliRunner().invoke(inspect_command, [str(tmp_path), "--plot", str(tmp_path / "weights.png")])
