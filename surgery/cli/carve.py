@@ -45,7 +45,7 @@ ROUTERS = ("centroids", "trained", "analytic")
 @click.option("--repair", type=click.Choice(["none", "ridge"]), default="ridge", show_default=True,
               help="none: the weights stay; ridge: refit down_proj.")  # fmt: skip
 @click.option("--bypass", metavar="RANK", default="0",
-              help="A linear map beside the MLP that the repair fits too: its rank, or full. Costs bytes, saves much.")  # fmt: skip
+              help="A linear map beside the MLP that the repair fits too: its rank, or full. Costs bytes; for few active parts.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, help="Decides what is drawn at random.")
 @click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
 @click.option(
