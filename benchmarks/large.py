@@ -34,12 +34,12 @@ COMMANDS: dict[str, list[str]] = {  # in this order: a verify checks what the on
 }  # fmt: skip
 
 
-def bound(source: str, name: str) -> float:
-    """Megabytes that the command is to stay below, hidden states left out."""
+def bound(name: str, *checkpoints: str | Path) -> float:
+    """Megabytes that the command is to stay below, hidden states left out; of the largest first layer that it walks through."""
     if "plain" in name or "upcycle" in name:
         return 400.0
-    checkpoint = open_checkpoint(source)
-    layer = sum(checkpoint.tensors[n].nbytes for n in locate(checkpoint).names(0))
+    opened = [open_checkpoint(str(c)) for c in checkpoints]
+    layer = max(sum(c.tensors[n].nbytes for n in locate(c).names(0)) for c in opened)
     return (2 * layer * (2 if "verify" in name else 1) + 1e9) / 1e6
 
 
@@ -54,7 +54,7 @@ def measure(a: argparse.Namespace, say: Callable[[str], None]) -> None:
         m = run([*SURGERY, *filled])
         shown = " ".join(c for c in command if c[0] != "{" and c not in ("-q", "--out", "--no-verify"))
         say(
-            f"| `{shown}` | {m['wall s']:.0f} s | {m['cpu s']:.0f} s | {m['peak MB']:.0f} MB | {bound(a.source, name):.0f} MB |"
+            f"| `{shown}` | {m['wall s']:.0f} s | {m['cpu s']:.0f} s | {m['peak MB']:.0f} MB | {bound(name, a.source, *([out] if 'verify' in name else [])):.0f} MB |"
         )
     shutil.rmtree(out, ignore_errors=True)
 
