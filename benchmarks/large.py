@@ -52,6 +52,7 @@ def measure(a: argparse.Namespace, say: Callable[[str], None]) -> None:
             shutil.rmtree(out, ignore_errors=True)
         filled = [c.format(source=a.source, out=out) for c in command]
         m = run([*SURGERY, *filled])
+        limit = bound(name, a.source, *([out] if "verify" in name else []))
         shown = " ".join(c for c in command if c[0] != "{" and c not in ("-q", "--out", "--no-verify"))
         say(
             f"| `{shown}` | {m['wall s']:.0f} s | {m['cpu s']:.0f} s | {m['peak MB']:.0f} MB | {bound(name, a.source, *([out] if 'verify' in name else [])):.0f} MB |"
