@@ -54,9 +54,7 @@ def measure(a: argparse.Namespace, say: Callable[[str], None]) -> None:
         m = run([*SURGERY, *filled])
         limit = bound(name, a.source, *([out] if "verify" in name else []))
         shown = " ".join(c for c in command if c[0] != "{" and c not in ("-q", "--out", "--no-verify"))
-        say(
-            f"| `{shown}` | {m['wall s']:.0f} s | {m['cpu s']:.0f} s | {m['peak MB']:.0f} MB | {bound(name, a.source, *([out] if 'verify' in name else [])):.0f} MB |"
-        )
+        say(f"| `{shown}` | {m['wall s']:.0f} s | {m['cpu s']:.0f} s | {m['peak MB']:.0f} MB | {limit:.0f} MB |")
     shutil.rmtree(out, ignore_errors=True)
 
 
