@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 _BY_NEURON = ("gate", "up", "gate_bias", "up_bias")  # of an Mlp, with a row for each neuron
-PIECE = 64 << 20  # bytes of matrices whose columns are moved at a time
+PIECE = 32 << 20  # bytes of matrices whose columns are moved at a time
 
 # --- exact --------------------------------------------------------------------------------------------------------------
 
