@@ -22,6 +22,7 @@ from surgery.analysis.carving import Point, Sweep, sweep
 from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, open_checkpoint
 from surgery.operations import carve, carving, repair
+from surgery.operations.cut import Cut
 from surgery.operations.relufy import relufy
 
 
@@ -54,7 +55,7 @@ def held(source: Checkpoint, options: argparse.Namespace) -> None:
         if layer.index in wanted:
             rows = repair.observe(layer, carve.locate(source), sample, list(layer.outputs()), feedback=0.0)
             for percent in map(float, options.active.split(",")):
-                cut = carve.Cut(experts=options.experts, active=round(percent / 100 * options.experts), shared=0,
+                cut = Cut(experts=options.experts, active=round(percent / 100 * options.experts), shared=0,
                                   method="mass", router="oracle", repair="none", seed=0)  # fmt: skip
                 print(f"layer {layer.index}, {percent:g}% active:", *_held(source, layer.index, rows, cut))
         if layer.index == max(wanted):

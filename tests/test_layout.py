@@ -60,6 +60,7 @@ def test_imports_go_down(path: Path) -> None:
                 "memory_fit",
                 "partition",
                 "carving",
+                "cut",
             ), "operations do not import each other"
         if own not in ("cli", "report"):
             assert parts[0] not in ("click", "rich", "tqdm", "matplotlib"), f"{own} shows things: {module}"

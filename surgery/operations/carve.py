@@ -21,6 +21,7 @@ from surgery.checkpoint import Checkpoint, LazyTensor, Step, Work
 from surgery.checkpoint.tensors import derive
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, Mlp, locate
+from surgery.operations.cut import Cut
 from surgery.operations.sound import bypass_rank, chosen_layers, require_plain, require_whole, with_blocks
 
 if TYPE_CHECKING:
@@ -35,37 +36,6 @@ REPAIRS = ("none", "ridge")
 ROUTER_WIDTH = 64  # of the trained one
 KINDS = {"centroids": "linear", "trained": "mlp", "analytic": "neurons", "oracle": "linear"}
 FLOAT_BYTES = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
-    """How MLPs are cut: `shared` and `active` count parts among `experts`; `bypass` is a rank."""
-
-    experts: int
-    active: int
-    shared: int
-    method: str
-    router: str
-    repair: str
-    seed: int
-    bypass: int = 0
-
-    @property
-    def routed(self) -> int:
-        return self.experts - self.shared
-
-    @property
-    def top_k(self) -> int:
-        return self.active - self.shared
-
-    @property
-    def exact(self) -> bool:
-        return self.active == self.experts
-
-    @property
-    def needs_data(self) -> bool:
-        free = self.method == "random" or (self.method == "kmeans" and not self.shared)
-        return not (free and self.router == "centroids" and self.repair == "none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ from transformers.activations import ACT2FN
 
 from surgery.modeling.experts_mlp import Router
 from surgery.operations import partition
-from surgery.operations.carve import Cut
+from surgery.operations.cut import Cut
 from surgery.operations.repair import Neurons, Rows, error, figures, ridge
 
 MARKED = 10  # products of a token that CMoE marks
