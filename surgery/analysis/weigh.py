@@ -428,7 +428,7 @@ def _family(config: Mapping[str, Any]) -> Family | None:
 
 def _scores(text: Mapping[str, Any], index: int | None) -> Scores | None:
     """Keys and values of attention per position; with a latent cache (MLA), in the absorbed form that decoding uses."""
-    heads = int(_first(text, "num_attention_heads", "n_head") or 0)
+    heads, hidden = (int(_first(text, *keys) or 0) for keys in (("num_attention_heads", "n_head"), HIDDEN_KEYS))
     if not heads:
         return None
     types = text.get("layer_types") or []
@@ -437,7 +437,9 @@ def _scores(text: Mapping[str, Any], index: int | None) -> Scores | None:
     if latent := text.get("kv_lora_rank"):
         rope = int(text["qk_rope_head_dim"])
         return Scores(multiplications=heads * (2 * latent + rope), cached=latent + rope, window=window)
-    width = _first(text, "head_dim", "attention_head_dim") or int(_first(text, *HIDDEN_KEYS)) // heads
+    width = _first(text, "head_dim", "attention_head_dim") or hidden // heads
+    if not width:
+        return None
     cached = 2 * width * int(_first(text, "num_key_value_heads", "num_kv_heads") or heads)
     return Scores(multiplications=2 * heads * width, cached=cached, window=window)
 

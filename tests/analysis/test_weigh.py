@@ -304,6 +304,15 @@ def test_an_unknown_family_is_weighed_by_its_names():
     assert "strange" in w.notes[0]
 
 
+def test_attention_of_a_width_that_nothing_tells_is_not_counted():
+    shapes = {
+        "model.embed_tokens.weight": ((100, 64), "F32"),
+        "model.layers.0.self_attn.q_proj.weight": ((64, 64), "F32"),
+    }
+    w = weigh(shapes, {"model_type": "novel", "num_attention_heads": 4})
+    assert w.layers[0].scores is None and w.nbytes(context=1000) == w.nbytes()
+
+
 def test_a_config_without_a_class_is_refused():
     with pytest.raises(SurgeryError, match="novel"):
         shapes_of({"model_type": "novel"})
