@@ -85,7 +85,7 @@ def render(source: Checkpoint | None, output: Checkpoint, folder: Path, record: 
         rows=table(source, output, record),
         figure=layers.NAME,
         shown=[panel.title for panel in layers.panels(record["verification"])],
-        weighed=_is_weighed(output),
+        looks_up="memory" in modeling.kinds(output.config),
         verification=record["verification"],
         sample=((record["verification"] or {}).get("sample") or {}),
         trust=output.custom_code,
@@ -160,23 +160,14 @@ def _link(source: Mapping[str, Any]) -> str:
 def table(source: Checkpoint | None, output: Checkpoint, record: Mapping[str, Any]) -> list[Row]:
     """What both weigh, and what the verification found of both."""
     before, after = source and weigh(source, source.config), weigh(output, output.config)
-    rows = [Row(what=what, before=of(before) if before else "", after=of(after)) for what, of in _STORED]
-    if _is_weighed(output):
-        rows += [Row(what=what, before=of(before) if before else "", after=of(after)) for what, of in _PER_TOKEN]
+    rows = [Row(what=what, before=of(before) if before else "", after=of(after)) for what, of in _WEIGHED]
     return [*rows, *_measured(record["verification"])]
 
 
-def _is_weighed(checkpoint: Checkpoint) -> bool:
-    """Whether names and shapes say what a token needs: not where a memory is looked up."""
-    return "memory" not in modeling.kinds(checkpoint.config)
-
-
-_STORED: tuple[tuple[str, Any], ...] = (
+_WEIGHED: tuple[tuple[str, Any], ...] = (
     ("architecture", lambda w: f"`{w.model_type}`"),
     ("activation of the MLPs", lambda w: w.activation),
     ("parameters", lambda w: quantity(w.parameters())),
-)
-_PER_TOKEN: tuple[tuple[str, Any], ...] = (
     ("active for a token", lambda w: quantity(w.active())),
     ("bytes of weights read for a token", lambda w: quantity(w.nbytes(), "B")),
     ("FLOPs of a token", lambda w: quantity(w.flops(), "FLOP")),
