@@ -38,11 +38,12 @@ _LISTS = {
     "no_rope_layers": "integer",
     "mlp_only_layers": "integer",
 }
+KINDS = ("sparse", "experts", "spline", "memory")  # of blocks: the code that travels, surgery/modeling
 _PATHS, _SIZES = ("mlp", "gate", "up", "down"), ("experts", "width", "top_k", "shared_neurons")
 _BLOCK: Schema = {
     "type": "object",
     "required": ["kind", "layers", *_PATHS],
-    "properties": {"kind": {"type": "string"}, "layers": {"type": "array", "items": {"type": "integer"}}}
+    "properties": {"kind": {"enum": list(KINDS)}, "layers": {"type": "array", "items": {"type": "integer"}}}
     | {name: {"type": "string"} for name in (*_PATHS, "activation", "rule")} | {name: {"type": "integer"} for name in _SIZES},
 }  # fmt: skip
 

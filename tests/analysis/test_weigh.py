@@ -333,6 +333,7 @@ def test_json_has_the_figures():
 
 @pytest.mark.parametrize(("block", "message"), [
     ([1], "item 0 of surgery_blocks is 1"), ([{"kind": "experts", "layers": [0]}], "no mlp"),
+    ([{"kind": "/etc/passwd", "layers": [0], "mlp": "mlp", "gate": "g", "up": "u", "down": "d"}], "unknown '/etc/passwd'"),
     ([{"kind": "experts", "layers": [0], "mlp": "mlp", "gate": "g", "up": "u", "down": "d", "experts": 0, "width": 3, "top_k": 1,
        "shared_neurons": 0}], "experts of surgery_blocks is 0"),
 ])  # fmt: skip

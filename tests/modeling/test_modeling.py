@@ -13,6 +13,7 @@ import transformers
 from models import MODELS, save_tokenizer
 
 from surgery import modeling
+from surgery.checkpoint.config import KINDS as BLOCK_KINDS
 from surgery.errors import SurgeryError
 from surgery.families import known
 
@@ -88,6 +89,10 @@ def test_a_second_operation_adds_to_the_first() -> None:
     assert once["surgery_blocks"] == [first] and json.loads(json.dumps(twice)) == twice
     with pytest.raises(SurgeryError, match="layer 1 has a sparse block already"):
         modeling.config_changes(twice, [first | {"layers": [1, 3]}])
+
+
+def test_the_kinds_that_a_config_may_name_are_those_that_there_is_code_for() -> None:
+    assert sorted(BLOCK_KINDS) == sorted(modeling.KINDS)
 
 
 @pytest.mark.parametrize(("config", "message"), [
