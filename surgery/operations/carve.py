@@ -238,12 +238,7 @@ def _fit(job: Job, index: int, rows: Any, device: str, work: Work) -> None:
     work.put(f"{index}.order", carved.order)
     for name, value in carved.router.named_parameters():
         work.put(f"{index}.router.{name}", value)
-    values = {"down": carved.down}
-    for name, shape in modeling.bypass_tensors(job.entry, len(carved.down)).items():
-        name = name.rpartition(".")[2]
-        found = getattr(carved, name)
-        values[name] = carved.down.new_zeros(shape) if found is None else found
-    for name, value in values.items():
+    for name, value in {"down": carved.down, **carved.bypass(job.cut.bypass)}.items():
         if work.promised(f"{index}.{name}"):
             work.put(f"{index}.{name}", value)
 

@@ -375,12 +375,7 @@ def _keep(work: Work, job: _Job, index: int, neurons: Neurons) -> None:
     values = {"gate": neurons.gate, "up": neurons.up, "down": neurons.down, "threshold": neurons.threshold,
               "threshold_up": neurons.threshold_up}  # fmt: skip
     values["correction"] = neurons.up.new_zeros(len(neurons.down)) if neurons.correction is None else neurons.correction
-    for name, shape in {
-        "bypass_in": (job.bypass, len(neurons.down)),
-        "bypass_out": (len(neurons.down), job.bypass),
-    }.items():
-        found = getattr(neurons, name)
-        values[name] = neurons.up.new_zeros(shape) if found is None else found
+    values |= neurons.bypass(job.bypass)
     values["up_bias"] = neurons.up.new_zeros(len(neurons.up)) if neurons.up_bias is None else neurons.up_bias
     if neurons.threshold is not None:
         values["gate_bias"] = (0 if neurons.gate_bias is None else neurons.gate_bias) - neurons.threshold.expand(

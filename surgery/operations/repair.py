@@ -133,6 +133,13 @@ class Neurons:
         """What of inputs [n, H] the bypass maps to the output: [n, rank]."""
         return z if self.bypass_in is None else F.linear(z, self.bypass_in)
 
+    def bypass(self, rank: int) -> dict[str, Tensor]:
+        """bypass_in [rank, H] and bypass_out [H, rank], of zeros where none was fitted."""
+        hidden = len(self.down)
+        shapes = {"bypass_in": (rank, hidden), "bypass_out": (hidden, rank)}
+        fitted = {name: getattr(self, name) for name in shapes}
+        return {n: self.down.new_zeros(shapes[n]) if t is None else t for n, t in fitted.items()}
+
     def __call__(self, z: Tensor) -> Tensor:
         """y [n, H] of inputs [n, H]."""
         return self.output(self.product(z), z)
