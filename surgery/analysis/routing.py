@@ -2,7 +2,8 @@
 
 Identical experts whose weights sum to one compute the same whatever the router says, so that its gradient is zero and only
 an auxiliary loss moves it. Whether it is, is measured: d(loss)/d(router) layer by layer, the way back of a walk, each layer
-computed once more from the hidden states that it had; one layer is in memory, and its hidden states of all.
+computed once more from the hidden states that it had. In memory are one layer, what one sequence computes in it, and the hidden
+states of all layers.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from surgery.calibration.double import arithmetic
 from surgery.calibration.observe import Parts, Taps, tapped
-from surgery.calibration.walk import Walk
+from surgery.calibration.walk import Layer, Walk
 from surgery.checkpoint import Checkpoint
 from surgery.operations.routers import figures
 
@@ -45,14 +47,15 @@ class Routing:
 def measure(checkpoint: Checkpoint, input_ids: Tensor, *, shards: int = 1, dtype: torch.dtype = torch.float32, device: str = "cpu",
             progress: Callable[[], None] = lambda: None) -> list[Routing]:  # fmt: skip
     """Of each layer that routes, on ids [B, T]; `shards` experts that follow one another make up a copy."""
-    walk = Walk(checkpoint, input_ids, dtype=dtype, device=device, batch_size=len(input_ids))
-    inputs, found = list[Tensor](), dict[int, Routing]()
+    walk = Walk(checkpoint, input_ids, dtype=dtype, device=device, batch_size=1)
+    inputs, found = list[list[Tensor]](), dict[int, Routing]()
     for layer in walk:
-        inputs.append(layer.hidden[0])
+        inputs.append(list(layer.hidden))
         with tapped(layer.module, walk.blocks.family, checkpoint.text_config) as taps:
-            layer.run()
-        if taps.parts.router is not None:
-            found[layer.index] = _routing(layer.index, taps, input_ids, shards)
+            if taps.parts.router is not None:
+                found[layer.index] = _routing(layer, taps, shards)
+            else:
+                layer.run()
         progress()
     for index, norm in _gradients(walk, input_ids, inputs, progress):
         if index in found:
@@ -83,18 +86,23 @@ def summary(found: Sequence[Routing]) -> Iterator[tuple[str, float | int, list[t
             yield f"warning: {check}, layers", len(each), each
 
 
-def _routing(index: int, taps: Taps, input_ids: Tensor, shards: int) -> Routing:
+def _routing(layer: Layer, taps: Taps, shards: int) -> Routing:
+    """Run the layer, and see what its router says of every token but the first ones."""
     assert taps.parts.router is not None
-    counted = (torch.arange(input_ids.shape[1]) > 0).expand(input_ids.shape).flatten()
-    selected, logits = (
-        taps.caught[name][counted.to(taps.caught[name].device)] for name in ("selected", "router_logits")
-    )
+    seen: dict[str, list[Tensor]] = {"selected": [], "router_logits": []}
+
+    def look(b: int, out: Tensor) -> None:
+        for name, values in seen.items():
+            values.append(taps.caught[name].unflatten(0, out.shape[:2])[:, 1:].flatten(0, 1))
+
+    layer.run(look)
+    selected, logits = (torch.cat(values) for values in seen.values())
     load = torch.bincount(selected.flatten(), minlength=taps.experts)
     even = selected.numel() / taps.experts
     rows = torch.nn.functional.normalize(taps.parts.router.weight.detach().float()[::shards], dim=1)
     alike = (rows @ rows.T).triu(1) > 0.9999
     zero = int((rows.norm(dim=1) == 0).sum())
-    return Routing(layer=index, **figures(logits.float(), selected), idle=int((load < IDLE * even).sum()) if even >= COUNTED else 0,
+    return Routing(layer=layer.index, **figures(logits.float(), selected), idle=int((load < IDLE * even).sum()) if even >= COUNTED else 0,
                    equal=int(alike.sum()) + zero * (zero - 1) // 2)  # fmt: skip
 
 
@@ -103,22 +111,31 @@ def _with_gradient(routing: Routing, norm: float) -> Routing:
     return Routing(**values | {"gradient": norm})
 
 
-def _gradients(walk: Walk, input_ids: Tensor, inputs: Sequence[Tensor],
+def _gradients(walk: Walk, input_ids: Tensor, inputs: Sequence[Sequence[Tensor]],
                progress: Callable[[], None]) -> Iterator[tuple[int, float]]:  # fmt: skip
     """The way back, after the last layer: the norm of the router's gradient in each layer, from the last one that routes
     down to the first."""
-    gradient = walk.loss_gradient(input_ids)
+    gradients = walk.loss_gradient(input_ids)
     for index in reversed(range(len(walk))):
         steps = walk.steps(start=index)
         layer = next(steps)
         with closing(steps):  # type: ignore[type-var]
             router = Parts.of(layer.module, walk.blocks.family).router
             own = [] if router is None else [p.requires_grad_() for p in router.parameters()]
-            x = inputs[index].detach().to(layer.device).requires_grad_()
-            args, kwargs = layer.arguments[0]
-            with arithmetic(x.dtype):
-                out = layer.module(x, *args, **kwargs)
-                out = out[0] if isinstance(out, tuple) else out
-                gradient, *others = torch.autograd.grad(out, [x, *own], gradient, allow_unused=True)
-            yield index, math.sqrt(sum(g.double().square().sum().item() for g in others if g is not None))
+            sums = [torch.zeros_like(p) for p in own]
+            for b, x in enumerate(inputs[index]):
+                gradients[b], *others = _back(layer, b, x, own, gradients[b])
+                for total, g in zip(sums, others, strict=True):
+                    total += 0 if g is None else g
+            yield index, math.sqrt(sum(g.double().square().sum().item() for g in sums))
         progress()
+
+
+def _back(layer: Layer, b: int, x: Tensor, own: Sequence[Tensor], gradient: Tensor) -> Sequence[Any]:
+    """The gradient of batch b, x [b, T, H] as it enters the layer, and of `own` (None where it has no part), from that of what
+    leaves the layer."""
+    x = x.detach().to(layer.device).requires_grad_()
+    args, kwargs = layer.arguments[b]
+    with arithmetic(x.dtype):
+        out = layer.module(x, *args, **kwargs)
+        return torch.autograd.grad(out[0] if isinstance(out, tuple) else out, [x, *own], gradient, allow_unused=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
 import sys
 import tempfile
@@ -32,6 +33,7 @@ from surgery.families import Blocks
 OTHER_MODALITIES = ("vision", "visual", "audio", "multi_modal")  # parts of a name that text never passes
 WRITTEN_FOR_BOTH = ("dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
                     "partial_rotary_factor", "tokenizer_class", "transformers_version", "auto_map", "architectures", "model_type")  # fmt: skip
+ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 CONVERTS = int(transformers.__version__.split(".")[0]) >= 5  # transformers 5 renames and fuses tensors as it loads
 
 
@@ -105,7 +107,7 @@ def load(model: Any, tensors: Mapping[str, LazyTensor], device: str = "cpu") -> 
     not the class's.
     """
     if CONVERTS:
-        with _quiet():
+        with _quiet(), _one_by_one():
             info = _convert(model, {name: _Deferred(t) for name, t in tensors.items()}, device)
         problems = _mismatches(info)
     else:
@@ -239,6 +241,21 @@ def _trim() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim:
         trim(0)
+
+
+@contextmanager
+def _one_by_one() -> Iterator[None]:
+    """Tensors are read when their turn comes, not all at once by threads: that would hold a layer twice, as it is on the disk
+    and as it is computed."""
+    before = os.environ.get(ONE_BY_ONE)
+    os.environ[ONE_BY_ONE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ONE_BY_ONE]
+        else:
+            os.environ[ONE_BY_ONE] = before
 
 
 @contextmanager

@@ -166,23 +166,29 @@ class Walk:
         finally:
             stock.unload(self.model)
 
-    def loss_gradient(self, input_ids: Tensor) -> Tensor:
-        """After the last layer, of a walk of one batch: d(mean language-model loss of input_ids [b, T]) / d(hidden states)
-        [b, T, H]."""
-        (hidden,) = self.hidden
+    def loss_gradient(self, input_ids: Tensor) -> list[Tensor]:
+        """After the last layer: d(mean language-model loss of input_ids [B, T]) / d(hidden states) [b, T, H] of each batch."""
         self._load_outer(without=self.model.get_input_embeddings())
-        found, targets = torch.zeros_like(hidden), input_ids[:, 1:].to(self.device)
-        n = max(1, CHUNK_LOGITS // (len(hidden) * self.model.config.get_text_config().vocab_size))
+        targets, found, row = input_ids[:, 1:].to(self.device), list[Tensor](), 0
         try:
-            for start in range(0, targets.shape[1], n):
-                chunk = hidden[:, start : min(start + n, targets.shape[1])].to(self.device).requires_grad_()
-                logits = self._head(chunk)
-                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, start : start + n].flatten(),
-                                                         reduction="sum")  # fmt: skip
-                (found[:, start : start + chunk.shape[1]],) = torch.autograd.grad(loss / targets.numel(), chunk)
+            for hidden in self.hidden:
+                found.append(self._loss_gradient(hidden, targets[row : row + len(hidden)], targets.numel()))
+                row += len(hidden)
         finally:
             stock.unload(self.model)
-        return found.to(self.device)
+        return found
+
+    def _loss_gradient(self, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
+        """Of a batch; `count`: the targets of all."""
+        found = torch.zeros_like(hidden, device=self.device)
+        n = max(1, CHUNK_LOGITS // (len(hidden) * self.model.config.get_text_config().vocab_size))
+        for start in range(0, targets.shape[1], n):
+            chunk = hidden[:, start : min(start + n, targets.shape[1])].to(self.device).requires_grad_()
+            logits = self._head(chunk)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, start : start + n].flatten(),
+                                                     reduction="sum")  # fmt: skip
+            (found[:, start : start + chunk.shape[1]],) = torch.autograd.grad(loss / count, chunk)
+        return found
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Final norm and head of hidden states [b, n, H] that stand at the end of the last layer."""

@@ -198,7 +198,7 @@ def _work(checkpoint: Checkpoint, job: Job) -> Work:
     layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(job.layers[0]))
     peak = 3 * layer
     if job.cut.needs_data:
-        peak += 4 * (4 * job.calibration.tokens * hidden + 4 * SAMPLED + 3 * (min(width, 11_008) + job.cut.bypass) ** 2)
+        peak += 4 * (4 * job.calibration.tokens * hidden + 4 * SAMPLED + 2 * (min(width, 11_008) + job.cut.bypass) ** 2)
     return Work(f"carve {parts} {data}\n{source}", lambda work, progress: _run(checkpoint, job, work, progress),
                 total=max(job.layers) + 1 if job.cut.needs_data else len(job.layers), peak_memory=peak)  # fmt: skip
 

@@ -29,13 +29,14 @@ from transformers.activations import ACT2FN
 from surgery.modeling.experts_mlp import Router
 from surgery.operations import partition
 from surgery.operations.cut import Cut
-from surgery.operations.repair import Neurons, Rows, error, figures, ridge
+from surgery.operations.repair import CHUNK, Neurons, Rows, error, figures, ridge
 
 MARKED = 10  # products of a token that CMoE marks
 FIRING = 0.1  # of a token's neurons, those with most mass, fire together
 SAMPLED = 2**23  # products that neurons are grouped by
 DAMPED = 4000  # rows that the old weights stand for in the repair: what an inactive expert leaves is small and noisy
 STEPS, BATCH, RATE = 300, 512, 1e-2  # of a router's training
+FIRST = 8  # one row of so many is of a first token
 
 
 @dataclass(kw_only=True)
@@ -74,13 +75,19 @@ class Carved(Neurons):
 
 
 def fit(neurons: Neurons, rows: Rows | None, cut: Cut, entry: dict[str, Any]) -> tuple[Carved, dict[str, Any]]:
-    """The MLP carved, and figures of it on rows that were not fitted on (none without rows). `entry` is the block's."""
+    """The MLP carved, and figures of it on rows that were not fitted on (none without rows). `entry` is the block's.
+
+    `neurons` are put into the new order themselves: in fp32 they may be larger than anything else.
+    """
     seen = None if rows is None else _Seen(neurons, rows)
     label = _labels(neurons, seen, cut)
+    marks = seen.marks if seen is not None and cut.router == "analytic" else None
     order = label.argsort(stable=True).to(neurons.up.device)
-    carved = Carved(**_in_order(neurons, order), cut=cut, order=order, norm=neurons.down.norm(dim=0)[order])
+    reorder(neurons, order)
+    values = {f.name: getattr(neurons, f.name) for f in dataclasses.fields(neurons)}
+    carved = Carved(**values, cut=cut, order=order, norm=neurons.down.norm(dim=0))
     if cut.router != "oracle":
-        carved.router = _router(carved, rows, seen, entry)
+        carved.router = _router(carved, rows, marks, entry)
     if rows is None:
         return carved, {}
     before = error(carved, rows, rows.fitted)
@@ -93,12 +100,12 @@ def fit(neurons: Neurons, rows: Rows | None, cut: Cut, entry: dict[str, Any]) ->
     return fitted, figures(error=before, repaired=after, **_against_oracle(carved, rows))
 
 
-def _in_order(neurons: Neurons, order: Tensor) -> dict[str, Any]:
-    """The fields of `neurons` with the neurons in another order."""
-    values: dict[str, Any] = {f.name: getattr(neurons, f.name) for f in dataclasses.fields(neurons)}
+def reorder(neurons: Neurons, order: Tensor) -> None:
+    """Put the neurons into another order, one matrix after another: the same function."""
     for name in ("gate", "up", "gate_bias", "up_bias"):
-        values[name] = None if values[name] is None else values[name][order]
-    return values | {"down": neurons.down[:, order]}
+        if (value := getattr(neurons, name)) is not None:
+            setattr(neurons, name, value[order])
+    neurons.down = neurons.down[:, order]
 
 
 def _against_oracle(carved: Carved, rows: Rows) -> dict[str, float]:
@@ -184,7 +191,8 @@ def _competing(cut: Cut) -> int:
 # --- routers ------------------------------------------------------------------------------------------------------------
 
 
-def _router(carved: Carved, rows: Rows | None, seen: _Seen | None, entry: dict[str, Any]) -> Router:
+def _router(carved: Carved, rows: Rows | None, marks: Tensor | None, entry: dict[str, Any]) -> Router:
+    """`marks` [N, F] of the neurons as they were."""
     cut, width = carved.cut, len(carved.up) // carved.cut.experts
     router = Router(entry, carved.up.shape[1], std=0.0).to(carved.up.device).requires_grad_(False)
     router.init_block_weights()  # zeros
@@ -197,8 +205,8 @@ def _router(carved: Carved, rows: Rows | None, seen: _Seen | None, entry: dict[s
         experts = F.normalize(opens, dim=1).unflatten(0, (cut.experts, width))[cut.shared :]
         router.weight.copy_(experts.mean(1))
         return router
-    assert seen is not None
-    marks = seen.marks[:, carved.order][:, cut.shared * width :]
+    assert marks is not None
+    marks = marks[:, carved.order][:, cut.shared * width :]
     label = torch.arange(cut.routed, device=marks.device).repeat_interleave(width)
     chosen = cut.shared * width + partition.representatives(marks, label, cut.routed)
     for side, matrix, bias in (("", carved.up, carved.up_bias), ("_in", carved.gate, carved.gate_bias)):
@@ -212,13 +220,15 @@ def _router(carved: Carved, rows: Rows | None, seen: _Seen | None, entry: dict[s
 
 def _train(router: Router, carved: Carved, rows: Rows) -> None:
     """Cross-entropy of each expert's choice, weighted by how far its mass is from the one that decides; on inputs of mean 0
-    and variance 1, which the weights then take in."""
+    and variance 1, which the weights then take in. First tokens are few, and take part more often than they occur."""
     k = _competing(carved.cut)
-    mass = torch.cat([carved.mass(Neurons.product(carved, z)) for z, _, _ in rows.parts(0, rows.fitted)])
+    first = rows.z[:0] if rows.first is None else rows.first
+    inputs = torch.cat([rows.z[: rows.fitted], first]).float()
+    mass = torch.cat([carved.mass(Neurons.product(carved, z)) for z in inputs.split(CHUNK)])
     border = mass.topk(k + 1, dim=1).values[:, k - 1 :].mean(1, keepdim=True)
     wanted, weight = (mass > border).float(), (mass - border).abs()
     weight /= weight.mean().clamp_min(1e-30)
-    z = rows.z[: rows.fitted].float()
+    z = inputs[: rows.fitted]
     mean, std = z.mean(0), z.std(0)
     std = std.clamp_min(1e-3 * std.mean())
     draw = torch.Generator().manual_seed(carved.cut.seed)
@@ -228,8 +238,11 @@ def _train(router: Router, carved: Carved, rows: Rows) -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS)
     with torch.enable_grad():
         for _ in range(STEPS):
-            some = torch.randint(len(z), (BATCH,), generator=draw).to(z.device)
-            logits, _, _ = router((z[some] - mean) / std, ACT2FN[carved.act])
+            some = torch.randint(len(z), (BATCH,), generator=draw)
+            if len(first):
+                some[::FIRST] = len(z) + torch.randint(len(first), (BATCH // FIRST,), generator=draw)
+            some = some.to(z.device)
+            logits, _, _ = router((inputs[some] - mean) / std, ACT2FN[carved.act])
             loss = F.binary_cross_entropy_with_logits(logits, wanted[some], weight[some])
             optimizer.zero_grad()
             loss.backward()

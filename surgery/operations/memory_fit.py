@@ -93,14 +93,18 @@ def pick(neurons: Neurons, chosen: Tensor) -> Neurons:
 def affine(rows: Rows) -> tuple[Tensor, Tensor]:
     """The weight [H, H] and bias [H] of the ridge regression of y on z."""
     hidden = rows.z.shape[1]
-    gram = torch.zeros(hidden + 1, hidden + 1, device=rows.z.device)
-    cross = torch.zeros(hidden, hidden + 1, device=rows.z.device)
-    for z, y, weight in rows.parts(0, rows.fitted):
-        x = F.pad(z, (0, 1), value=1.0)
-        weighted = x if weight is None else x * weight[:, None]
-        gram.addmm_(weighted.T, x)
-        cross.addmm_(y.T, weighted)
-    solved = repair.solve(gram, cross, AFFINE_DAMPING)
+
+    def sums(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        gram = torch.zeros(hidden + 1, hidden + 1, dtype=dtype, device=rows.z.device)
+        cross = torch.zeros(hidden, hidden + 1, dtype=dtype, device=rows.z.device)
+        for z, y, weight in rows.parts(0, rows.fitted):
+            x = F.pad(z, (0, 1), value=1.0).to(dtype)
+            weighted = x if weight is None else x * weight[:, None]
+            gram.addmm_(weighted.T, x)
+            cross.addmm_(y.to(dtype).T, weighted)
+        return gram, cross
+
+    solved = repair.solve(sums, AFFINE_DAMPING)
     return solved[:, :-1].contiguous(), solved[:, -1].contiguous()
 
 
@@ -165,17 +169,23 @@ def codes(memory: Memory, z: Tensor) -> tuple[Tensor, Tensor]:
 def values(memory: Memory, rows: Rows) -> Tensor:
     """The table [S, H] of the ridge regression of y on the weights of the slots that z reads."""
     count, hidden = memory.keys_of_half**2, rows.z.shape[1]
-    gram, cross = memory.keys.new_zeros(count * count), memory.keys.new_zeros(count, hidden)
-    for z, y, weight in rows.parts(0, rows.fitted):
-        slots, x = codes(memory, z)
-        weighted = x if weight is None else x * weight[:, None]
-        for s, a, b in zip(slots.split(PAIRED), weighted.split(PAIRED), x.split(PAIRED), strict=True):
-            gram.index_add_(
-                0, (s[:, :, None] * count + s[:, None, :]).flatten(), (a[:, :, None] * b[:, None, :]).flatten()
-            )
-        for slot, w in zip(slots.T, weighted.T, strict=True):
-            cross.index_add_(0, slot, y * w[:, None])
-    return repair.solve(gram.view(count, count), cross.T, VALUE_DAMPING).T.contiguous()
+
+    def sums(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        gram = memory.keys.new_zeros(count * count, dtype=dtype)
+        cross = memory.keys.new_zeros(count, hidden, dtype=dtype)
+        for z, y, weight in rows.parts(0, rows.fitted):
+            slots, x = codes(memory, z)
+            x = x.to(dtype)
+            weighted = x if weight is None else x * weight[:, None]
+            for s, a, b in zip(slots.split(PAIRED), weighted.split(PAIRED), x.split(PAIRED), strict=True):
+                gram.index_add_(
+                    0, (s[:, :, None] * count + s[:, None, :]).flatten(), (a[:, :, None] * b[:, None, :]).flatten()
+                )
+            for slot, w in zip(slots.T, weighted.T, strict=True):
+                cross.index_add_(0, slot, y * w[:, None])
+        return gram.view(count, count), cross.T.contiguous()
+
+    return repair.solve(sums, VALUE_DAMPING).T.contiguous()
 
 
 def look_up(memory: Memory, table: Tensor, z: Tensor) -> Tensor:

@@ -284,7 +284,7 @@ def _work(checkpoint: Checkpoint, job: _Job) -> Work:
     tokens = job.calibration.tokens
     layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(0))
     copies = {"none": 1, "ridge": 2, "reconstruct": 5}[job.repair]
-    peak = layer * copies + 3 * 4 * tokens * hidden + 2 * 4 * (min(width, 11_008) + job.bypass) ** 2
+    peak = layer * copies + 3 * 4 * tokens * hidden + 4 * (min(width, 11_008) + job.bypass) ** 2
     return Work(f"relufy {parts} {job.calibration.identity}\n{source}", lambda work, progress: _calibrate(checkpoint, job, work, progress),
                 total=max(job.layers) + 1, peak_memory=peak)  # fmt: skip
 

@@ -47,7 +47,7 @@ from surgery.modeling.sparse_mlp import RULES
 DAMPING = 1e-3  # λ
 FEEDBACK = 0.5  # α
 HELD_OUT = 0.1  # of the rows: measured on, never fitted on
-CHUNK = 1024  # rows whose products are held at once
+CHUNK = 512  # rows whose products are held at once
 BLOCK = 11_008  # neurons that are solved for together: a Gram matrix of 485 MB in fp32
 WHITE_ROWS, WHITE_DAMPING = 16_384, 1e-2
 SWEEPS = 3  # over the blocks, where there are several
@@ -58,11 +58,16 @@ QUANTILE = 1_000_000  # of them that are sorted together
 
 @dataclass(kw_only=True)
 class Rows:
-    """What the MLP reads, z [N, H], and is to write, y [N, H], in the walk's dtype; `weight` [N] of each row."""
+    """What the MLP reads, z [N, H], and is to write, y [N, H], in the walk's dtype; `weight` [N] of each row.
+
+    `first` is what it reads of the first tokens of sequences, which no error counts: one may hold the massive activation that
+    attention rests on (Sun et al. 2024, arXiv 2402.17762), and must not be lost.
+    """
 
     z: Tensor
     y: Tensor
     weight: Tensor | None = None
+    first: Tensor | None = None
 
     @property
     def fitted(self) -> int:
@@ -174,13 +179,14 @@ def convert_layers(checkpoint: Checkpoint, calibration: Calibration, layers: Seq
 def observe(layer: Layer, blocks: Blocks, sample: Sample, source: Sequence[Tensor], feedback: float = FEEDBACK) -> Rows:
     """The rows of a layer of the walk, as it stands; the walk does not move. `source`: the source's own stream after the
     layer [b, T, H]."""
-    parts: list[tuple[Tensor, ...]] = []
+    parts, first = list[tuple[Tensor, ...]](), list[Tensor]()
     start = 0
     with tapped(layer.module, blocks.family, blocks.checkpoint.text_config) as taps, _normed(layer, blocks) as normed:
         for out, wanted in zip(layer.outputs(), source, strict=True):
             mask = sample.mask[start : start + len(out)].to(out.device)
             start += len(out)
             z, y = (taps.caught[name].reshape(*mask.shape, -1)[mask] for name in ("input", "output"))
+            first.append(taps.caught["input"].reshape(*mask.shape, -1)[~mask])
             wanted = wanted.to(out.device)[mask]
             lacks = feedback * (wanted - out[mask]).float()
             if normed:
@@ -189,7 +195,7 @@ def observe(layer: Layer, blocks: Blocks, sample: Sample, source: Sequence[Tenso
                 target, weight = y.float() + lacks / blocks.residual_multiplier, wanted
             parts.append((z, target.to(z.dtype), 1 / weight.float().square().mean(1).clamp_min(1e-12)))
     z, y, weight = (torch.cat(p) for p in zip(*parts, strict=True))
-    return Rows(z=z, y=y, weight=weight)
+    return Rows(z=z, y=y, weight=weight, first=torch.cat(first))
 
 
 @contextmanager
@@ -363,17 +369,21 @@ def _refit(neurons: Neurons, rows: Rows, block: slice, damping: float, bias: boo
     columns, hidden = block.stop - block.start, len(neurons.down)
     rank = 0 if neurons.bypass_out is None else neurons.bypass_out.shape[1]
     sizes = (columns + bias, rank)
-    gram = neurons.down.new_zeros(sum(sizes), sum(sizes))
-    cross = neurons.down.new_zeros(hidden, sum(sizes))
-    for z, y, weight in rows.parts(0, rows.fitted):
-        h = neurons.product(z)
-        missed = y - neurons.output(h, z)
-        extra = ([h.new_ones(len(h), 1)] if bias else []) + ([neurons.bypassed(z)] if rank else [])
-        x = torch.cat([h[:, block], *extra], dim=1)
-        weighted = x if weight is None else x * weight[:, None]
-        gram.addmm_(weighted.T, x)
-        cross.addmm_(missed.T, weighted)
-    step = solve(gram, cross, damping, sizes)
+
+    def sums(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        gram = neurons.down.new_zeros(sum(sizes), sum(sizes), dtype=dtype)
+        cross = neurons.down.new_zeros(hidden, sum(sizes), dtype=dtype)
+        for z, y, weight in rows.parts(0, rows.fitted):
+            h = neurons.product(z)
+            missed = y - neurons.output(h, z)
+            extra = ([h.new_ones(len(h), 1)] if bias else []) + ([neurons.bypassed(z)] if rank else [])
+            x = torch.cat([h[:, block], *extra], dim=1).to(dtype)
+            weighted = x if weight is None else x * weight[:, None]
+            gram.addmm_(weighted.T, x)
+            cross.addmm_(missed.to(dtype).T, weighted)
+        return gram, cross
+
+    step = solve(sums, damping, sizes)
     neurons.down[:, block] += step[:, :columns]
     if bias:
         assert neurons.correction is not None
@@ -399,18 +409,22 @@ def whitening(rows: Rows) -> tuple[Tensor, Tensor]:
     return (vectors * values.rsqrt()) @ vectors.T, (vectors * values.sqrt()) @ vectors.T
 
 
-def solve(gram: Tensor, cross: Tensor, damping: float, sizes: Sequence[int] = ()) -> Tensor:
-    """cross · (gram + damping·mean(diag(gram))·I)⁻¹ by Cholesky; in fp64 where fp32 is not positive definite. `gram` is damped in
-    place: at 11,008 neurons it is 485 MB.
+def solve(sums: Callable[[torch.dtype], tuple[Tensor, Tensor]], damping: float, sizes: Sequence[int] = ()) -> Tensor:
+    """cross · (gram + damping·mean(diag(gram))·I)⁻¹ by Cholesky, with the (gram, cross) that `sums` adds up in a dtype: fp64
+    where fp32 is not positive definite. Both are overwritten: at 11,008 neurons a Gram matrix has 485 MB.
 
     `sizes` of groups of columns: the mean is over each, whose scales may have nothing to do with each other. A neuron that never fired has a zero row: damping keeps its column as it was.
     """
-    groups = gram.diagonal().split(list(sizes) or [len(gram)])
-    gram.diagonal().add_(torch.cat([damping * g.mean().clamp_min(1e-30).expand(len(g)) for g in groups if len(g)]))
     for dtype in (torch.float32, torch.float64):
-        factor, failed = torch.linalg.cholesky_ex(gram.to(dtype))
+        gram, x = sums(dtype)
+        groups = gram.diagonal().split(list(sizes) or [len(gram)])
+        gram.diagonal().add_(torch.cat([damping * g.mean().clamp_min(1e-30).expand(len(g)) for g in groups if len(g)]))
+        failed = torch.empty((), dtype=torch.int32, device=gram.device)
+        factor, _ = torch.linalg.cholesky_ex(gram.mT, out=(gram.mT, failed))  # LAPACK's order of columns: in place
         if not failed:
-            return torch.cholesky_solve(cross.to(dtype).T, factor).T.float()
+            x = torch.linalg.solve_triangular(factor.mT, x, upper=True, left=False)
+            x = torch.linalg.solve_triangular(factor, x, upper=False, left=False)
+            return x.float()
     raise AssertionError("a Gram matrix with damping is positive definite")
 
 

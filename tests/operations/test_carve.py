@@ -6,6 +6,7 @@ choice that is not the one that was fitted.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -142,26 +143,44 @@ def test_what_was_fitted_is_reported(demo: dict[str, tuple[Checkpoint, quality.Q
     assert all(report[i]["repaired"] < random[i]["repaired"] for i in "135")
 
 
-def test_a_trained_router_learns_what_decides() -> None:
-    """Two experts, and the sign of one channel says which has the mass."""
+def two_experts() -> tuple[carving.Neurons, carving.Rows, dict[str, Any]]:
+    """The sign of channel 3 says which of two experts has the mass, but for first tokens, where neuron 0 has it all."""
     draw = torch.Generator().manual_seed(0)
-    z = torch.randn(2000, 16, generator=draw)
+    z, first = torch.randn(2000, 16, generator=draw), torch.randn(8, 16, generator=draw)
+    z[:, 5], first[:, 5] = 0.0, 4.0
     gate = torch.zeros(8, 16)
-    gate[:4, 3], gate[4:, 3] = 1.0, -1.0
-    neurons = carving.Neurons(
-        gate=gate,
-        up=torch.randn(8, 16, generator=draw),
-        down=torch.randn(16, 8, generator=draw),
-        rule="plain",
-        act="relu",
-    )
-    rows = carving.Rows(z=z, y=neurons(z))
-    cut = carving.Cut(experts=2, active=1, shared=0, method="kmeans", router="trained", repair="none", seed=0)
+    gate[:4, 3], gate[4:, 3], gate[0, 5] = 1.0, -1.0, 50.0
+    up, down = torch.randn(8, 16, generator=draw), torch.randn(16, 8, generator=draw)
+    neurons = carving.Neurons(gate=gate, up=up, down=down, rule="plain", act="relu")
     entry = {"router": "mlp", "weights": "one", "factor": 1.0, "experts": 2, "top_k": 1, "group": 1, "gate": "gate",
              "router_activation": "tanh", "router_width": 8, "router_bias": True}  # fmt: skip
-    carved, found = carving.fit(neurons, rows, cut, entry)
+    return neurons, carving.Rows(z=z, y=neurons(z), first=first), entry
+
+
+HALF = carving.Cut(experts=2, active=1, shared=0, method="kmeans", router="trained", repair="none", seed=0)
+
+
+def test_a_trained_router_learns_what_decides() -> None:
+    neurons, rows, entry = two_experts()
+    carved, found = carving.fit(neurons, dataclasses.replace(rows, first=None), HALF, entry)
     assert sorted(carved.order[:4].tolist()) in ([0, 1, 2, 3], [4, 5, 6, 7])
     assert found["mass_recall"] == found["recall"] > 0.93 and found["oracle_error"] < 1e-10
+
+
+def test_the_massive_activation_of_first_tokens_is_not_lost() -> None:
+    neurons, rows, entry = two_experts()
+    carved, found = carving.fit(neurons, rows, HALF, entry)
+    assert found["recall"] > 0.9
+    assert rows.first is not None
+    ideal = carved.choose(carved.mass(carving.Neurons.product(carved, rows.first)))
+    assert torch.equal(carved.route(rows.first), ideal) and len(ideal.unique(dim=0)) == 1
+
+
+def test_the_neurons_are_put_in_order_and_compute_the_same() -> None:
+    neurons, rows, _ = two_experts()
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
+    carving.reorder(neurons, order)
+    assert torch.allclose(neurons(rows.z), rows.y, atol=1e-5)
 
 
 def test_nothing_is_calibrated_where_nothing_is_fitted(tmp_path: Path) -> None:

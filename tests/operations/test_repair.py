@@ -94,6 +94,19 @@ def test_a_dead_neuron_does_not_break_the_solution() -> None:
     assert torch.equal(fitted.down[:, 0], mlp.down[:, 0]) and fitted.down.isfinite().all()
 
 
+def test_what_fp32_cannot_solve_is_summed_in_fp64() -> None:
+    asked = []
+
+    def sums(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(dtype)
+        x = torch.tensor([[1.0, 1.0], [1.0, 1.0 + 3e-6]], dtype=torch.float64)
+        return (x.T @ x).to(dtype), (torch.tensor([[3.0, 2.0]], dtype=torch.float64) @ x.T @ x).to(dtype)
+
+    solved = repair.solve(sums, damping=1e-16)
+    assert asked == [torch.float32, torch.float64]
+    assert (solved - torch.tensor([[3.0, 2.0]])).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize("rule", ["fatrelu", "shifted", "cats", "teal", "drelu"])
 @pytest.mark.parametrize("per_neuron", [False, True])
 def test_thresholds_give_the_sparsity(rule: str, per_neuron: bool) -> None:
