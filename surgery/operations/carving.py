@@ -17,12 +17,14 @@ Shapes: N tokens, H hidden_size, F intermediate_size, S shared neurons, G routed
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
@@ -229,28 +231,46 @@ def _train(router: Router, carved: Carved, rows: Rows) -> None:
     wanted, weight = (mass > border).float(), (mass - border).abs()
     weight /= weight.mean().clamp_min(1e-30)
     z = inputs[: rows.fitted]
-    mean, std = z.mean(0), z.std(0)
-    std = std.clamp_min(1e-3 * std.mean())
+    mean, std = spread(z)
     draw = torch.Generator().manual_seed(carved.cut.seed)
     _begin(router, draw)
-    parameters = [p.requires_grad_(True) for p in router.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=RATE)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS)
-    with torch.enable_grad():
-        for _ in range(STEPS):
-            some = torch.randint(len(z), (BATCH,), generator=draw)
-            if len(first):
-                some[::FIRST] = len(z) + torch.randint(len(first), (BATCH // FIRST,), generator=draw)
-            some = some.to(z.device)
-            logits, _, _ = router((inputs[some] - mean) / std, ACT2FN[carved.act])
-            loss = F.binary_cross_entropy_with_logits(logits, wanted[some], weight[some])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    router.requires_grad_(False)
+
+    def loss(some: Tensor) -> Tensor:
+        some = some.to(z.device)
+        logits, _, _ = router((inputs[some] - mean) / std, ACT2FN[carved.act])
+        return F.binary_cross_entropy_with_logits(logits, wanted[some], weight[some])
+
+    descend(list(router.parameters()), loss, (len(z), len(first)), STEPS, draw)
     router.weight_in /= std
     router.bias_in -= router.weight_in @ mean
+
+
+def spread(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation [H] of inputs [N, H], none of which is nearly 0."""
+    std = z.std(0)
+    return z.mean(0), std.clamp_min(1e-3 * std.mean())
+
+
+def descend(parameters: list[Parameter], loss: Callable[[Tensor], Tensor], counts: tuple[int, int], steps: int,
+            draw: torch.Generator) -> None:  # fmt: skip
+    """Adam on `loss` of the indices [b] of rows; the rate rises and falls once. `counts`: of rows, and of first tokens, which come
+    after them."""
+    for p in parameters:
+        p.requires_grad_(True)
+    optimizer = torch.optim.AdamW(parameters, lr=RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
+    with torch.enable_grad():
+        for _ in range(steps):
+            some = torch.randint(counts[0], (BATCH,), generator=draw)
+            if counts[1]:
+                some[::FIRST] = counts[0] + torch.randint(counts[1], (BATCH // FIRST,), generator=draw)
+            value = loss(some)
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            schedule.step()
+    for p in parameters:
+        p.requires_grad_(False)
 
 
 def _begin(router: Router, draw: torch.Generator) -> None:
