@@ -88,6 +88,55 @@ def test_sparse_gradients_are_the_dense_ones(slots: str) -> None:
         torch.testing.assert_close(found[True][name].to_dense(), dense, rtol=1e-5, atol=1e-5)
 
 
+NEURONS: dict[str, Any] = {"slots": "neurons", "heads": 1, "gated": False, "query_norm": False, "bypass": "bias",
+                           "parts": ["gate", "up", "down", "gate_bias", "up_bias"]}  # fmt: skip
+
+
+def neurons_of_all_slots(memory: Any, x: Tensor) -> Tensor:
+    """y [N, H] with every neuron, times zero where it is not among the best."""
+    q = memory.query(x).view(len(x), 2, KEY_DIM // 2)
+    s, t = (q[:, side] @ memory.keys[0, side].T for side in (0, 1))
+    scores = (s[:, :, None] + t[:, None, :]).flatten(1)
+    read = scores >= scores.topk(memory.knn).values[:, -1:]
+    weights = (1 + memory.scale * scores.masked_fill(~read, -torch.inf).softmax(-1)) * read
+    table, linear = memory.values, nn.functional.linear
+    up = linear(x, table.up, table.up_bias)
+    h = nn.functional.gelu(up if table.gate is None else linear(x, table.gate, table.gate_bias))
+    return (weights * (h if table.gate is None else h * up)) @ table.down + memory.bias
+
+
+@pytest.mark.parametrize("knn", [3, 8, 30, 64])
+@pytest.mark.parametrize("parts", [NEURONS["parts"], ["up", "down"]], ids=["gated", "plain"])
+@pytest.mark.parametrize(("scratch", "tokens"), [(1, 2), (5000, 25), (2**24, 50)])
+def test_neurons_are_read_where_they_are_found(knn: int, parts: list[str], scratch: int, tokens: int,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """More than there are keys, too; by rows and, where that is cheaper, by the whole table; gradients are the same."""
+    monkeypatch.setattr(memory_mlp, "SCRATCH", scratch)
+    x, found = torch.randn(tokens, HIDDEN), []
+    for sparse in (False, True):
+        memory = make(**NEURONS | {"parts": parts, "knn": knn, "sparse_gradients": sparse})
+        for compute in (memory, lambda z, m=memory: neurons_of_all_slots(m, z)):
+            for p in (*memory.parameters(), *memory.values.parameters()):
+                p.grad = None
+            y = compute(x)
+            y.square().sum().backward()
+            grads = {n: p.grad for n, p in (*memory.named_parameters(), *memory.values.named_parameters())}
+            found.append((y.detach(), {n: g.to_dense() if g.is_sparse else g for n, g in grads.items()}))
+            if sparse and compute is memory:
+                assert {n for n, g in grads.items() if g.is_sparse} == set(parts) - {"gate_bias", "up_bias"}
+    for y, grads in found[1:]:
+        torch.testing.assert_close(y, found[0][0], rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(grads, found[0][1], rtol=1e-3, atol=1e-2)
+
+
+@torch.no_grad()
+def test_scratch_of_neurons_is_bounded() -> None:
+    """3 products of 11,025 neurons, 2 · 105 keys and 105² sums."""
+    with torch.device("meta"):
+        memory = Memory({**SPEC, **NEURONS, "keys": 105, "knn": 5000, "key_dim": 32}, HIDDEN)
+    assert memory._chunk() == 2**24 // (3 * 105**2 + 2 * 105 + 105**2 + 5000) == 340
+
+
 @pytest.mark.parametrize("slots", ["pkm", "peer"])
 def test_in_bf16_it_runs_and_learns(slots: str) -> None:
     exact, half = make(slots=slots, gated=False), make(slots=slots, gated=False)
