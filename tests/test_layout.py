@@ -58,6 +58,7 @@ def test_imports_go_down(path: Path) -> None:
                 "routers",
                 "memory_init",
                 "memory_fit",
+                "memory_neurons",
                 "partition",
                 "carving",
                 "cut",

@@ -115,6 +115,16 @@ def operations(**more: Any) -> list[tuple[dict[str, Any], ...]]:
         ({"operation": "splinify", "grid": 8, "layers": [1]},),
         ({"operation": "memory", "slots": 1024, "layers": "0,2", "seed": 3},),
         (
+            {
+                "operation": "memory",
+                "place": "replace",
+                "find": "product-keys",
+                "layers": [1],
+                "reads": 0.6,
+                "calibration": {"tokens": 64, "sequence_length": 32},
+            },
+        ),
+        (
             {**relufy, "activation": "relu"},
             {"operation": "carve", "experts": 4, "active": 2, "calibration": {"tokens": 64, "sequence_length": 32}},
         ),

@@ -28,15 +28,23 @@ from surgery.cli.options import Converting, calibrated, converting, execute
 )
 @click.option("--kind", type=click.Choice(["pkm", "peer"]), default="pkm", show_default=True,
               help="pkm: a slot is a value; peer: an MLP of one neuron.")  # fmt: skip
-@click.option("--slots", metavar="N", help="Slots of the table, a square, like 1M. [default: 1M beside, 4k in place]")
+@click.option(
+    "--slots",
+    metavar="N",
+    help="Slots of the table, a square, like 1M. [default: 1M beside, 4k in place, as many as neurons to find]",
+)
 @click.option("--heads", type=int, help="Lookups of a token. [default: 4 beside, 1 in place]")
-@click.option("--knn", type=int, help="Slots that a head reads. [default: 32 beside, 16 in place]")
+@click.option(
+    "--knn", type=int, help="Slots that a head reads. [default: 32 beside, 16 in place, neurons that --reads allows]"
+)
 @click.option("--key-dim", type=int, help="Dimensions of a head's query. [default: 512 beside, 32 in place]")
 @click.option("--value-dim", type=int, help="Dimensions of a value. [default: the hidden size]")
 @click.option("--own-tables", is_flag=True, help="A table for each layer, not one for all.")
 @click.option("--sparse-gradients", is_flag=True, help="Gradients of the table for the rows alone that were read.")
 @click.option("--reads", type=float, default=0.5, show_default=True, metavar="FRACTION",
               help="What a token reads in the MLP's place, of the MLP's bytes.")  # fmt: skip
+@click.option("--find", type=click.Choice(["always", "product-keys"]), default="always", show_default=True,
+              help="The neurons of --init slots: always the same, or those that a token's query finds.")  # fmt: skip
 @click.option(
     "--distill",
     type=click.IntRange(min=0),
@@ -65,6 +73,7 @@ def memory_command(shared: Converting, calibration: dict[str, Any], layers: str 
       surgery memory meta-llama/Llama-2-7b-hf --layers 8,16 --dry-run
       surgery memory ./my-model --slots 65536 --kind peer
       surgery memory ./my-model --place replace --layers auto --count 2
+      surgery memory ./my-model --place replace --layers 8 --find product-keys
     """
     from surgery.operations.memory import memory
     from surgery.recipe import parse_layers

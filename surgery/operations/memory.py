@@ -2,7 +2,7 @@
 
 Published memory layers (Memory Layers at Scale, Berges et al. 2024, arXiv 2412.09764) are trained from scratch, and
 in a trained model they would be noise in the place of what it learned. Beside the MLP a memory adds zero until it is trained.
-In its place the init is fitted, a layer at a time, on what the converted layers before it give (memory_fit.py).
+In its place the init is fitted, a layer at a time, on what the converted layers before it give (memory_fit.py, memory_neurons.py).
 
 Bytes are counted as a token reads them: query, keys and projections whole, the rows of the table that are looked up, the
 neurons that were kept.
@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from surgery import modeling
@@ -68,7 +69,7 @@ class _Job:
 def memory(checkpoint: Checkpoint, *, layers: Collection[int] | str | None = None, place: str = "beside", init: str | None = None,
            kind: str = "pkm", slots: int | None = None, heads: int | None = None, knn: int | None = None, key_dim: int | None = None,
            value_dim: int | None = None, own_tables: bool = False, sparse_gradients: bool = False, reads: float = 0.5, count: int = 1,
-           distill: int = 0, seed: int = 0, calibration: Calibration | Mapping[str, Any] | None = None) -> Checkpoint:  # fmt: skip
+           find: str = "always", distill: int = 0, seed: int = 0, calibration: Calibration | Mapping[str, Any] | None = None) -> Checkpoint:  # fmt: skip
     """The model with a memory in some layers.
 
     Args:
@@ -85,6 +86,8 @@ def memory(checkpoint: Checkpoint, *, layers: Collection[int] | str | None = Non
         own_tables: a table for each layer beside an MLP, not one for all; in the MLP's place each has its own.
         sparse_gradients: gradients of the table only for the rows that were read, for optimisers that take them.
         reads: what a token reads of a fitted memory, as a fraction of the MLP's bytes.
+        find: the neurons of "slots": "always" the same, or "product-keys": all are slots, and each token reads those that its query
+            finds, as many as `reads` allows unless `knn` is given; `slots` beyond them are empty.
         count: layers for "auto".
         distill: steps of Adam on the neurons that "slots" keeps, against what the layer is to write.
         seed: of what is drawn.
@@ -96,27 +99,23 @@ def memory(checkpoint: Checkpoint, *, layers: Collection[int] | str | None = Non
     blocks = _source(checkpoint)
     init = init or ("slots" if place == "replace" else "random")
     sizes = {"slots": slots, "heads": heads, "knn": knn, "key_dim": key_dim}
-    init_of.check(place, init, kind, sizes | {"value_dim": value_dim}, reads, distill)
+    init_of.check(place, init, find, kind, sizes | {"value_dim": value_dim}, reads, distill)
     chosen = _chosen(blocks, layers, place, count, calibrated)
     _require_free(checkpoint, chosen, place)
-    spec = _spec(blocks, place, init, kind, sizes, value_dim, sparse_gradients)
     groups = [chosen] if not own_tables and place == "beside" else [(i,) for i in chosen]
-    entries = tuple(_entry(blocks, group, spec, reads) for group in groups)
-    job = _Job(
-        blocks=blocks,
-        layers=chosen,
-        place=place,
-        init=init,
-        entries=entries,
-        seed=seed,
-        distill=distill,
-        calibration=calibrated,
-    )
+    _require_value_dim(value_dim, _hidden(blocks) if init in ("slots", "fit") or kind == "peer" else None)
+    if find == "product-keys":
+        make = partial(_entry_of_neurons, sizes=sizes, sparse_gradients=sparse_gradients, reads=reads)
+    else:
+        make = partial(_entry, spec=_spec(blocks, place, init, kind, sizes, value_dim, sparse_gradients), reads=reads)
+    entries = tuple(make(blocks, group) for group in groups)
+    job = _Job(blocks=blocks, layers=chosen, place=place, init=init, entries=entries, seed=seed, distill=distill,
+               calibration=calibrated)  # fmt: skip
     changes = with_blocks(checkpoint, entries)
     work = _work(checkpoint, job) if job.fitted else None
     tensors = _tensors(checkpoint, job, work)
     given = _parameters(job, {"kind": kind, **sizes, "value_dim": value_dim, "own_tables": own_tables or None,
-                              "sparse_gradients": sparse_gradients or None}, reads)  # fmt: skip
+                              "find": find if find != "always" else None, "sparse_gradients": sparse_gradients or None}, reads)  # fmt: skip
     step = Step(operation="memory", parameters=given, exact=place == "beside", layers=chosen,
                 notes=_notes(job, checkpoint, tensors), work=work)  # fmt: skip
     return checkpoint.replace(step=step, tensors=tensors, **changes)
@@ -170,24 +169,57 @@ def _require_free(checkpoint: Checkpoint, layers: Collection[int], place: str) -
             raise SurgeryError(f"layer {both[0]} has a {entry['kind']} block already", "leave that layer out")
 
 
+def _require_value_dim(value_dim: int | None, hidden: int | None) -> None:
+    if hidden is not None and value_dim not in (None, hidden):
+        raise UsageError(f"a value_dim of {value_dim}", f"here values are added to the stream, and have {hidden}")
+
+
 def _spec(blocks: Blocks, place: str, init: str, kind: str, sizes: Mapping[str, int | None], value_dim: int | None,
           sparse_gradients: bool) -> dict[str, Any]:  # fmt: skip
     """What is the same in all entries."""
     hidden, fitted = _hidden(blocks), init in ("slots", "fit")
     slots, heads, knn, key_dim = (sizes[n] or DEFAULTS[place][n] for n in ("slots", "heads", "knn", "key_dim"))
-    n = math.isqrt(slots)
-    if n * n != slots:
-        raise UsageError(f"{slots} slots are no square", f"give {n * n} or {(n + 1) ** 2}")
+    n = _side(slots, key_dim)
     if knn > n:
         raise UsageError(f"knn {knn} of {n} keys", f"{slots} slots are {n} × {n}: give at most {n}")
-    if key_dim % 2 or key_dim < 2:
-        raise UsageError(f"a key_dim of {key_dim}", "a query is cut in halves: give an even number")
-    if value_dim not in (None, hidden) and (fitted or kind == "peer"):
-        raise UsageError(f"a value_dim of {value_dim}", f"here values are added to the stream, and have {hidden}")
     return {"place": place, "slots": kind, "heads": heads, "keys": n, "knn": knn, "key_dim": key_dim + 2 * fitted,
             "value_dim": value_dim or hidden, "query_norm": not fitted, "gated": kind == "pkm" and not fitted, "activation": "gelu",
             "bypass": {"fit": "affine", "slots": "bias"}.get(init, ""), "width": 0, "keep": init == "slots",
             "sparse_gradients": sparse_gradients}  # fmt: skip
+
+
+def _side(slots: int, key_dim: int) -> int:
+    """The keys of a half."""
+    n = math.isqrt(slots)
+    if n * n != slots:
+        raise UsageError(f"{slots} slots are no square", f"give {n * n} or {(n + 1) ** 2}")
+    if key_dim % 2 or key_dim < 2:
+        raise UsageError(f"a key_dim of {key_dim}", "a query is cut in halves: give an even number")
+    return n
+
+
+def _entry_of_neurons(blocks: Blocks, layers: tuple[int, ...], sizes: Mapping[str, int | None], sparse_gradients: bool,
+                      reads: float) -> dict[str, Any]:  # fmt: skip
+    """The entry of config.json where product keys find the MLP's neurons; with as many found as a token may read."""
+    mlp, hidden, key_dim = blocks.mlp(layers[0]), _hidden(blocks), sizes["key_dim"] or DEFAULTS["replace"]["key_dim"]
+    least = math.isqrt(mlp.width - 1) + 1
+    slots = sizes["slots"] or least**2
+    n = _side(slots, key_dim)
+    if n < least:
+        raise UsageError(f"{slots} slots for {mlp.width} neurons", f"each is one: give {least**2} or a larger square")
+    parts = [p for p in PARTS if p != "down_bias" and getattr(mlp, p)]
+    entry = modeling.entry(
+        blocks.family, "memory", layers, shared=f"memory_values_{layers[0]}", place="replace", slots="neurons", heads=1, keys=n,
+        knn=0, key_dim=key_dim, value_dim=hidden, query_norm=False, gated=False, activation=_activation(blocks), bypass="bias",
+        width=0, parts=parts, sparse_gradients=sparse_gradients)  # fmt: skip
+    entry["knn"] = sizes["knn"] or init_of.knn_of(reads, mlp, entry, hidden)
+    if entry["knn"] > slots:
+        raise UsageError(f"knn {entry['knn']} of {slots} slots", f"give at most {slots}")
+    return entry
+
+
+def _activation(blocks: Blocks) -> str:
+    return str(blocks.checkpoint.text_config.get(blocks.family.activation_key) or blocks.family.activation)
 
 
 def _entry(blocks: Blocks, layers: tuple[int, ...], spec: Mapping[str, Any], reads: float) -> dict[str, Any]:
@@ -282,6 +314,8 @@ def _work(checkpoint: Checkpoint, job: _Job) -> Work:
     slots, tokens = job.entries[0]["keys"] ** 2, job.calibration.tokens
     layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(0))
     peak = 3 * layer + 4 * 4 * tokens * job.hidden + 4 * 3 * slots**2
+    if job.entries[0]["slots"] == "neurons":
+        peak += 2 * min(init_of.MASSES, tokens * slots) + 4 * 2 * min(init_of.PLACED, tokens * slots)
     return Work(f"memory {parts}\n{source}", lambda work, progress: _calibrate(checkpoint, job, work, progress),
                 total=max(job.layers) + 1, peak_memory=peak)  # fmt: skip
 
@@ -296,12 +330,15 @@ def _calibrate(checkpoint: Checkpoint, job: _Job, work: Work, progress: Callable
 
 
 def _fit(layer: Layer, job: _Job, sample: Sample, source: Sequence[Tensor], work: Work) -> None:
-    from surgery.operations import memory_fit, repair
+    from surgery.operations import memory_fit, memory_neurons, repair
 
     rows = repair.observe(layer, job.blocks, sample, source)
-    index, family = layer.index, job.blocks.family
-    act = str(job.blocks.checkpoint.text_config.get(family.activation_key) or family.activation)
-    found, figures = memory_fit.fit(job.blocks.mlp(index), act, rows, job.entry(index), job.seed, job.distill)
+    index, entry = layer.index, job.entry(layer.index)
+    mlp, act = job.blocks.mlp(index), _activation(job.blocks)
+    if entry["slots"] == "neurons":
+        found, figures = memory_neurons.fit(mlp, act, rows, entry, job.seed)
+    else:
+        found, figures = memory_fit.fit(mlp, act, rows, entry, job.seed, job.distill)
     for path, value in found.items():
         work.put(f"{index}.{path}", value)
     work.note(str(index), repair.figures(**figures))

@@ -13,15 +13,17 @@ from surgery.families import Mlp
 
 PLACES = ("beside", "replace")
 INITS = ("slots", "fit", "zero", "random")  # of a memory in the MLP's place
+FINDS = ("always", "product-keys")  # the neurons that --init slots keeps
 KINDS = ("pkm", "peer")
 Shapes = dict[str, tuple[int, ...]]
+MASSES, PLACED = 2**28, 2**25  # of neurons on tokens, that their lookup is trained on and that they are placed by
 PIECE = 2**22  # numbers of a table that are drawn at a time
 
 
-def check(place: str, init: str, kind: str, sizes: Mapping[str, int | None], reads: float,
-                   distill: int) -> None:  # fmt: skip
+def check(place: str, init: str, find: str, kind: str, sizes: Mapping[str, int | None], reads: float,
+          distill: int) -> None:  # fmt: skip
     """Raises UsageError for options that make no sense."""
-    for what, value, known in (("place", place, PLACES), ("init", init, INITS), ("kind", kind, KINDS)):
+    for what, value, known in (("place", place, PLACES), ("init", init, INITS), ("find", find, FINDS), ("kind", kind, KINDS)):  # fmt: skip
         if value not in known:
             raise UsageError(f"unknown {what} {value!r}", f"one of: {', '.join(known)}")
     if place == "beside" and init != "random":
@@ -33,10 +35,23 @@ def check(place: str, init: str, kind: str, sizes: Mapping[str, int | None], rea
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise UsageError(f"{name} {size}", "give 1 or more")
+    if find != "always":
+        _check_found(find, init, sizes, distill)
     if distill and init != "slots":
         raise UsageError(f"--distill {distill} with --init {init}", "it optimises the neurons that --init slots keeps")
     if not 0 < reads <= 1:
         raise UsageError(f"a token that reads {reads} of the MLP", "give a fraction, like 0.5")
+
+
+def _check_found(find: str, init: str, sizes: Mapping[str, int | None], distill: int) -> None:
+    if init != "slots":
+        raise UsageError(f"--find {find} with --init {init}", "it finds neurons: give --place replace --init slots")
+    if sizes["heads"] not in (None, 1):
+        raise UsageError(
+            f"{sizes['heads']} heads with --find {find}", "one lookup finds the neurons: leave --heads out"
+        )
+    if distill:
+        raise UsageError(f"--distill {distill} with --find {find}", "it optimises neurons that are always read")
 
 
 def memory_shapes(entry: Mapping[str, Any], hidden: int) -> Shapes:
@@ -52,6 +67,8 @@ def memory_shapes(entry: Mapping[str, Any], hidden: int) -> Shapes:
         shapes |= {"bypass.weight": (hidden, hidden), "bypass.bias": (hidden,)}
     if entry["bypass"] == "bias":
         shapes |= {"bias": (hidden,)}
+    if entry["slots"] == "neurons":
+        shapes |= {"scale": (1,)}
     return shapes
 
 
@@ -60,14 +77,16 @@ def table_shapes(entry: Mapping[str, Any], hidden: int) -> Shapes:
     slots = entry["keys"] ** 2
     if entry["slots"] == "peer":
         return {"down": (slots, hidden), "up": (slots, hidden)}
+    if entry["slots"] == "neurons":
+        return {part: (slots,) if "bias" in part else (slots, hidden) for part in entry["parts"]}
     return {"weight": (slots, entry["value_dim"])}
 
 
 def numbers_read(entry: Mapping[str, Any], hidden: int) -> int:
     """Numbers that one token reads in one layer: everything the layer has of its own, and its rows of the table."""
-    tables = 2 if entry["slots"] == "peer" else 1
-    rows = entry["heads"] * entry["knn"] * tables * (hidden if entry["slots"] == "peer" else entry["value_dim"])
-    return rows + sum(math.prod(shape) for shape in memory_shapes(entry, hidden).values())
+    row = sum(math.prod(shape[1:]) for shape in table_shapes(entry, hidden).values())
+    own = sum(math.prod(shape) for shape in memory_shapes(entry, hidden).values())
+    return entry["heads"] * entry["knn"] * row + own
 
 
 def mlp_numbers(mlp: Mlp, width: int | None = None) -> int:
@@ -125,6 +144,19 @@ def width_of(fraction: float, mlp: Mlp, others: int, multiple: int = 8) -> int:
     """How many neurons may be kept beside `others` numbers, for a token to read this fraction of the MLP; a multiple of 8."""
     left = fraction * mlp_numbers(mlp) - others
     return max(0, int(left / mlp_numbers(mlp, 1)) // multiple * multiple)
+
+
+def knn_of(fraction: float, mlp: Mlp, entry: Mapping[str, Any], hidden: int) -> int:
+    """How many slots may be read of a table for a token to read this fraction of the MLP; `entry` reads none yet.
+
+    Raises UsageError where that is none.
+    """
+    others, one = (numbers_read({**entry, "knn": k}, hidden) for k in (0, 1))
+    knn = int((fraction * mlp_numbers(mlp) - others) / (one - others))
+    if knn < 1:
+        raise UsageError(f"a token that reads {fraction:g} of {mlp_numbers(mlp):,} numbers: query and keys alone are {others:,}",
+                         "give a larger --reads, or a smaller --key-dim")  # fmt: skip
+    return min(knn, entry["keys"] ** 2)
 
 
 def itemsize(dtype: str) -> int:

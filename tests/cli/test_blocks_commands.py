@@ -32,6 +32,8 @@ def test_a_memory_beside_is_verified(call: Call, model: Path) -> None:
     (("--place", "replace", "--init", "zero", "--layers", "1"), {"place": "replace", "width": 0, "keys": 64}),
     (("--place", "replace", "--layers", "1", "--slots", "16", "--knn", "2", "--key-dim", "2", "--reads", "0.75", "--tokens", "64"),
      {"place": "replace", "width": 40, "bypass": "bias"}),
+    (("--place", "replace", "--layers", "1", "--find", "product-keys", "--knn", "30", "--key-dim", "2", "--tokens", "64"),
+     {"slots": "neurons", "knn": 30, "key_dim": 2, "width": 0, "bypass": "bias"}),
 ])  # fmt: skip
 def test_options_of_memory(options: tuple[str, ...], expected: dict[str, Any], call: Call, model: Path) -> None:
     (entry,) = blocks(call, "memory", model, *options)
