@@ -7,6 +7,7 @@ in it follows from the record of the conversion and from config.json, so that a 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -33,6 +34,7 @@ class Needs:
     moe: bool
     sparse: bool
     memory: bool
+    tables: tuple[str, ...]  # of memories, in names of parameters; not those that hold an MLP's own neurons
     splines: bool
     down: str  # the last part of the name of down_proj, whose input is the product
     ramp: bool  # the thresholds rise from 0: no repair has fitted the weights to them
@@ -101,6 +103,7 @@ def needs(record: Mapping[str, Any], config: Mapping[str, Any]) -> Needs:
         moe=moe,
         sparse=sparse,
         memory="memory" in kinds,
+        tables=_tables([entry for entry in blocks if entry["kind"] == "memory"]),
         splines="spline" in kinds,
         down="." + family.down.rsplit(".", 1)[-1],
         ramp=any(e.get("rule", "plain") != "plain" for e in blocks) and [s.get("repair") for s in relufied] == ["none"],
@@ -112,9 +115,16 @@ def needs(record: Mapping[str, Any], config: Mapping[str, Any]) -> Needs:
     )
 
 
+def _tables(memories: list[dict[str, Any]]) -> tuple[str, ...]:
+    drawn = [entry["shared"] for entry in memories if entry["slots"] != "neurons"]
+    return tuple(f"{name}." for name in drawn) if len(drawn) < len(memories) else ("memory_values",) * bool(drawn)
+
+
 def _values(n: Needs) -> dict[str, Any]:
     """What the templates are filled with."""
     alone = n.splines and not (n.staged or n.sparse)
+    pattern = "|".join(map(re.escape, n.tables))
+    rates = [[f'r"{pattern}"', "10.0", "0.0"]] if n.tables else []
     columns = ["until this share" if n.ramp else "until this share of the steps"]
     columns += ["trains these (a pattern of names)"] if n.staged else []
     columns += ["× --l1"] if n.sparse else []
@@ -125,7 +135,7 @@ def _values(n: Needs) -> dict[str, Any]:
         "columns": "; ".join(columns),
         "stages": n.stages,
         "staged": n.staged,
-        "groups": [['r"memory_values"', "10.0", "0.0"], [EVERYTHING, "1.0", "0.1"]] if n.memory else [],
+        "groups": [*rates, [EVERYTHING, "1.0", "0.1"]] if n.memory else [],
         "trains": SPLINES if alone else "",  # and nothing else does
         "watches": n.moe or n.sparse,
         "load": (", trust_remote_code=True" if n.remote else "") + (', attn_implementation="eager"' if n.eager else ""),

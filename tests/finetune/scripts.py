@@ -42,6 +42,16 @@ OPERATIONS: dict[str, tuple[str, Callable[[Checkpoint], Checkpoint]]] = {  # mod
         "llama",
         lambda c: memory(c, slots=64, knn=4, key_dim=16, kind="peer", sparse_gradients=True),
     ),
+    "memory of neurons": (
+        "llama",
+        lambda c: memory(
+            memory(c, layers=[0], slots=64, knn=4, key_dim=16),
+            layers=[1],
+            place="replace",
+            find="product-keys",
+            calibration={"tokens": 512, "sequence_length": 64},
+        ),
+    ),
     "splines": ("llama", lambda c: splinify(c)),
 }
 

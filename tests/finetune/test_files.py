@@ -67,6 +67,22 @@ def test_axolotls_config(conversions: Convert) -> None:
     )
 
 
+def test_neurons_in_a_memory_have_no_rate_of_their_own(conversions: Convert) -> None:
+    """They were trained already; the table beside an MLP was not."""
+    converted = conversions("memory of neurons")
+    groups = converted.module().GROUPS
+    rates = {
+        n: next(rate for pattern, rate, _ in groups if re.search(pattern, n))
+        for n in converted.weights()
+        if "values" in n
+    }
+    assert rates == {"model.memory_values_0.weight": 10.0} | {
+        f"model.memory_values_1.{part}": 1.0 for part in ("gate", "up", "down")
+    }
+    axolotl = yaml.safe_load(converted.script.with_name("axolotl.yaml").read_text())
+    assert axolotl["lr_groups"][0]["modules"] == ["memory_values_0."]
+
+
 def test_the_command_writes_them_again(conversions: Convert, tmp_path: Path) -> None:
     folder = conversions("mixtral").folder
     before = files_of(folder)
