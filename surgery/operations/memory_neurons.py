@@ -104,8 +104,9 @@ def search(neurons: Neurons, rows: Rows, entry: Mapping[str, Any], seed: int) ->
     grid = mass.mean(0, dtype=torch.float32).argsort(descending=True, stable=True).view(n, n)  # who stands there
     if entry["knn"] < n * n:
         some = slice(None, None, max(1, len(z) * n * n // PLACED))
+        border = torch.cat([_border(part.float(), entry["knn"]) for part in mass.split(repair.CHUNK)])
         for i in range(ROUNDS):
-            _learn(memory, z, mass, grid.flatten(), draw)
+            _learn(memory, z, mass, border, grid.flatten(), draw)
             if i < ROUNDS - 1:
                 read = torch.cat([_read(memory, part) for part in z[some].split(repair.CHUNK)])
                 grid = place(grid, mass[some].float(), read.unflatten(1, (n, n)))
@@ -134,19 +135,21 @@ def _begun(entry: Mapping[str, Any], hidden: int, seed: int) -> Memory:
     return memory
 
 
-def _learn(memory: Memory, z: Tensor, mass: Tensor, order: Tensor, draw: torch.Generator) -> None:
-    """Cross-entropy of which slots hold the most mass, weighted by how far each mass is from the one that decides. `order` [n²] says
-    which column of `mass` [N, n²] stands in each slot."""
+def _border(mass: Tensor, knn: int) -> Tensor:
+    """The mass [N, 1] above which a neuron is to be read."""
+    return mass.topk(knn + 1, dim=1).values[:, -2:].mean(1, keepdim=True)
+
+
+def _learn(memory: Memory, z: Tensor, mass: Tensor, border: Tensor, order: Tensor, draw: torch.Generator) -> None:
+    """Cross-entropy of which slots hold more mass than `border` [N, 1], weighted by how far each is from it. `order` [n²] says which
+    column of `mass` [N, n²] stands in each slot."""
 
     def loss(some: Tensor) -> Tensor:
         some = some.to(z.device)
-        own = mass[some].float()
-        border = own.topk(memory.knn + 1, dim=1).values[:, -2:].mean(1, keepdim=True)
-        own = own[:, order]
-        weight = (own - border).abs()
+        over = mass[some][:, order].float() - border[some]
         halves = torch.einsum("Nsd,snd->Nsn", memory.query(z[some]).unflatten(1, (2, -1)), memory.keys[0])
         scores = (halves[:, 0, :, None] + halves[:, 1, None, :]).flatten(1)
-        return F.binary_cross_entropy_with_logits(scores, (own > border).float(), weight / weight.mean())
+        return F.binary_cross_entropy_with_logits(scores, (over > 0).float(), over.abs() / over.abs().mean())
 
     descend([memory.query.weight, memory.query.bias, memory.keys], loss, len(z), STEPS, draw)
 
