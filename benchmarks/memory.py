@@ -1,7 +1,7 @@
 """What a memory in the MLP's place costs: perplexity on two domains relative to the source, and the bytes that a token reads.
 
   python benchmarks/memory.py MODEL
-  python benchmarks/memory.py MODEL --inits slots slots+distill fit --layers 9 6,12 --tokens 131072 --json
+  python benchmarks/memory.py MODEL --inits slots slots+distill slots:product-keys fit --layers 9 6,12 --tokens 131072 --json
 
 A row for each init and each set of layers (by default one, two and three, evenly spaced). "reads" is relative to the MLPs that are
 replaced. Fitted on the built-in mixed text (speeches and novels), measured on held-out speeches and on another domain, fp32, windows
@@ -31,7 +31,8 @@ def fitted(source: Checkpoint, init: str, layers: list[int], tokens: int) -> tup
     output = memory(
         source,
         place="replace",
-        init=init.partition("+")[0],
+        init=re.split(r"[+:]", init)[0],
+        find=init.partition(":")[2] or "always",
         distill=80 * ("+" in init),
         layers=layers,
         calibration={"tokens": tokens},
@@ -48,7 +49,9 @@ def fitted(source: Checkpoint, init: str, layers: list[int], tokens: int) -> tup
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--inits", nargs="+", default=list(INITS), choices=[*INITS, "slots+distill"])
+    parser.add_argument(
+        "--inits", nargs="+", default=list(INITS), choices=[*INITS, "slots+distill", "slots:product-keys"]
+    )
     parser.add_argument("--layers", nargs="+", help="sets like 9 6,12")
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--evaluate", type=int, default=2048, help="tokens of each text")
