@@ -137,8 +137,7 @@ class _Seen:
     @cached_property
     def shares(self) -> Tensor:
         """The mass of each neuron, as a share of its token's: [N, F]."""
-        energy = (self.neurons.product(self.z) * self.neurons.down.norm(dim=0)).square()
-        return energy / energy.sum(1, keepdim=True).clamp_min(1e-30)
+        return self.neurons.shares(self.z)
 
     @cached_property
     def marks(self) -> Tensor:

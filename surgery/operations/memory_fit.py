@@ -34,6 +34,7 @@ from surgery.operations.repair import Neurons, Rows
 DAMPING, AFFINE_DAMPING, VALUE_DAMPING = 0.1, 0.1, 3.0
 CHOICE_TOKENS = 8192  # that layers are chosen on
 ROUNDS, KMEANS_ROWS = 12, 16_384
+FIRST = 0.02  # a share of the first tokens' mass that makes a neuron one to keep
 PAIRED = 512  # rows whose pairs of slots are added up at a time
 
 
@@ -76,12 +77,15 @@ def fit(mlp: Mlp, act: str, rows: Rows, entry: Mapping[str, Any], seed: int,
 
 
 def best(neurons: Neurons, rows: Rows, width: int) -> Neurons:
-    """The neurons that write most, in their order."""
+    """The neurons that write most, in their order; those that write the first tokens' outputs among them."""
     energy = torch.zeros(len(neurons.up), device=rows.z.device)
     for z, _, weight in rows.parts(0, rows.fitted):
         h = neurons.product(z).square()
         energy += (h if weight is None else h * weight[:, None]).sum(0)
-    chosen = (energy * neurons.down.square().sum(0)).topk(width).indices.sort().values
+    writes = energy * neurons.down.square().sum(0)
+    if rows.first is not None:
+        writes[neurons.shares(rows.first.float()).mean(0) > FIRST] = torch.inf
+    chosen = writes.topk(width).indices.sort().values
     return pick(neurons, chosen)
 
 

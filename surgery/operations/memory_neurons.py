@@ -59,7 +59,7 @@ def fit(mlp: Mlp, act: str, rows: Rows, entry: Mapping[str, Any], seed: int) -> 
     before, after = (repair.error(n, rows, rows.fitted) for n in (found, refitted))
     mass = read = 0.0
     for z, _, _ in rows.parts(rows.fitted):
-        share = _shares(whole, z)
+        share = whole.shares(z)
         mass, read = mass + share.sum().item(), read + (share * found.read(z)).sum().item()
     best = refitted if after <= before else found
     state = dict(memory.named_parameters()) | {"scale": torch.zeros(1), "bias": _bias(best)}
@@ -99,14 +99,16 @@ def search(neurons: Neurons, rows: Rows, entry: Mapping[str, Any], seed: int) ->
     memory.to(device)
     z = rows.z[: rows.fitted : max(1, rows.fitted * n * n // MASSES)].float()
     mean, std = spread(z)
-    mass = torch.cat([F.pad(_shares(neurons, part), (0, n * n - width)).bfloat16() for part in z.split(repair.CHUNK)])
+    first = z[:0] if rows.first is None else rows.first.float()
+    counts, z = (len(z), len(first)), torch.cat([z, first])
+    mass = torch.cat([F.pad(neurons.shares(part), (0, n * n - width)).bfloat16() for part in z.split(repair.CHUNK)])
     z = (z - mean) / std
     grid = mass.mean(0, dtype=torch.float32).argsort(descending=True, stable=True).view(n, n)  # who stands there
     if entry["knn"] < n * n:
         some = slice(None, None, max(1, len(z) * n * n // PLACED))
         border = torch.cat([_border(part.float(), entry["knn"]) for part in mass.split(repair.CHUNK)])
         for i in range(ROUNDS):
-            _learn(memory, z, mass, border, grid.flatten(), draw)
+            _learn(memory, z, counts, mass, border, grid.flatten(), draw)
             if i < ROUNDS - 1:
                 read = torch.cat([_read(memory, part) for part in z[some].split(repair.CHUNK)])
                 grid = place(grid, mass[some].float(), read.unflatten(1, (n, n)))
@@ -140,9 +142,10 @@ def _border(mass: Tensor, knn: int) -> Tensor:
     return mass.topk(knn + 1, dim=1).values[:, -2:].mean(1, keepdim=True)
 
 
-def _learn(memory: Memory, z: Tensor, mass: Tensor, border: Tensor, order: Tensor, draw: torch.Generator) -> None:
-    """Cross-entropy of which slots hold more mass than `border` [N, 1], weighted by how far each is from it. `order` [n²] says which
-    column of `mass` [N, n²] stands in each slot."""
+def _learn(memory: Memory, z: Tensor, counts: tuple[int, int], mass: Tensor, border: Tensor, order: Tensor,
+           draw: torch.Generator) -> None:  # fmt: skip
+    """Cross-entropy of which slots hold more mass than `border` [N, 1], weighted by how far each is from it; `counts` as in
+    `descend`. `order` [n²] says which column of `mass` [N, n²] stands in each slot."""
 
     def loss(some: Tensor) -> Tensor:
         some = some.to(z.device)
@@ -151,13 +154,7 @@ def _learn(memory: Memory, z: Tensor, mass: Tensor, border: Tensor, order: Tenso
         scores = (halves[:, 0, :, None] + halves[:, 1, None, :]).flatten(1)
         return F.binary_cross_entropy_with_logits(scores, (over > 0).float(), over.abs() / over.abs().mean())
 
-    descend([memory.query.weight, memory.query.bias, memory.keys], loss, len(z), STEPS, draw)
-
-
-def _shares(neurons: Neurons, z: Tensor) -> Tensor:
-    """The mass of each neuron, as a share of its token's: [N, F]."""
-    energy = (Neurons.product(neurons, z) * neurons.down.norm(dim=0)).square()
-    return energy / energy.sum(1, keepdim=True).clamp_min(1e-30)
+    descend([memory.query.weight, memory.query.bias, memory.keys], loss, counts, STEPS, draw)
 
 
 def _read(memory: Memory, z: Tensor) -> Tensor:

@@ -127,6 +127,11 @@ class Neurons:
         """h [n, F] of inputs [n, H]."""
         return self.multiply(*self.open(z))
 
+    def shares(self, z: Tensor) -> Tensor:
+        """The energy of what each neuron adds to the stream, as a share of its token's: [n, F] of inputs [n, H]."""
+        energy = (Neurons.product(self, z) * self.down.norm(dim=0)).square()
+        return energy / energy.sum(1, keepdim=True).clamp_min(1e-30)
+
     def output(self, h: Tensor, z: Tensor) -> Tensor:
         """y [n, H] of products [n, F] and inputs [n, H]."""
         y = F.linear(h, self.down, self.down_bias)

@@ -95,13 +95,30 @@ def test_what_is_found_has_more_of_the_mass_than_a_fixed_set(monkeypatch: pytest
     whole = neurons()
     data = Rows(z=z, y=whole(z))
     found, slot = memory_neurons.search(whole, data, entry(), seed=0)
-    share = memory_neurons._shares(whole, z)
+    share = whole.shares(z)
     read = memory_neurons._read(found, z)
     assert len(set(slot.tolist())) == 24 and torch.equal(read.sum(1), torch.full((3000,), 8.0))
     fixed = share.mean(0).topk(8).values.sum()
     best = share.topk(8).values.sum(1).mean()
     held = (read[:, slot] * share).sum(1).mean()
     assert fixed + 0.3 * (best - fixed) < held <= best
+
+
+@torch.no_grad()
+def test_the_neuron_of_first_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is silent on all other tokens."""
+    monkeypatch.setattr(memory_neurons, "STEPS", 60)
+    draw = torch.Generator().manual_seed(0)
+    z, first = torch.randn(3000, 12, generator=draw), torch.randn(16, 12, generator=draw)
+    z[:, 5], first[:, 5] = 0.3 * z[:, 5], 5.0
+    whole = neurons()
+    whole.gate[7], whole.up[7] = 0.0, 0.0
+    whole.gate[7, 5], whole.up[7, 5], whole.gate_bias = 20.0, 20.0, torch.zeros(24)
+    whole.gate_bias[7] = -50.0
+    found, slot = memory_neurons.search(whole, Rows(z=z, y=whole(z), first=first), entry(), seed=0)
+    assert memory_neurons._read(found, first)[:, slot[7]].min() == 1
+    assert whole.shares(first)[:, 7].min() > 0.9
+    assert memory_neurons._read(found, z)[:, slot[7]].mean() < 0.5
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ those that matter, a layer that is fitted on another stream than it will read.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,20 @@ def test_the_neurons_that_write_most_are_kept() -> None:
     assert (
         torch.equal(kept.gate, gate[loud]) and torch.equal(kept.down, down[:, loud]) and torch.equal(kept.up, up[loud])
     )
+
+
+@torch.no_grad()
+def test_a_neuron_that_only_the_first_tokens_need_is_kept() -> None:
+    draw = torch.Generator().manual_seed(0)
+    gate, up, down = (torch.randn(s, generator=draw) for s in ((24, 12), (24, 12), (12, 24)))
+    z, first = torch.randn(500, 12, generator=draw).abs(), torch.randn(16, 12, generator=draw)
+    first[:, 5] = -20.0
+    gate[7], up[7] = 0.0, 0.0
+    gate[7, 5] = up[7, 5] = -20.0
+    neurons = Neurons(gate=gate, up=up, down=down, rule="plain", act="relu")
+    data = Rows(z=z, y=neurons(z))
+    for given, there in ((data, False), (dataclasses.replace(data, first=first), True)):
+        assert (memory_fit.best(neurons, given, 4).gate[:, 5] == -20).any() == there
 
 
 @torch.no_grad()
