@@ -223,8 +223,9 @@ def weigh(model: Checkpoint | Shapes, config: Mapping[str, Any]) -> Weights:
     facts = _Facts.of(text, family)
     entries, tied, unknown = _sort(shapes, family, facts.layers)
     operated = config.get("surgery_blocks") or ()
-    blocks = {i: b for b in operated if b["kind"] == "experts" for i in b["layers"]}
+    blocks = {i: b for b in operated if b["kind"] == "experts" or _finds_neurons(b) for i in b["layers"]}
     activations = {b["activation"]: None for b in operated if b["kind"] == "sparse"}
+    _move_neurons(entries, blocks)
     parts = [_measure(found, prefix, index, facts, blocks.get(index)) for (prefix, index), found in entries.items()]
     layers = [part for part in parts if part.index is not None]
     return Weights(
@@ -311,6 +312,21 @@ def _tally(path: str, role: str, shape: tuple[int, ...], dtype: str) -> Tally:
     return Tally(parameters, parameters if multiplied else 0, numel * DTYPES[dtype][0])
 
 
+def _finds_neurons(block: Mapping[str, Any]) -> bool:
+    """Whether it is a memory of an MLP's own neurons (surgery/modeling/memory_mlp.py): experts of one neuron, of which a token reads knn."""
+    return block["kind"] == "memory" and block["slots"] == "neurons"
+
+
+def _move_neurons(entries: dict[_Place, list[_Entry]], blocks: Mapping[int, Mapping[str, Any]]) -> None:
+    """Tables of neurons stand outside the layers: into the layer that reads them."""
+    for place in list(entries):
+        block = None if place[1] is None else blocks.get(place[1])
+        if block and _finds_neurons(block):
+            moved = [e for e in entries[_OUTSIDE] if f".{block['shared']}." in f".{e.path}"]
+            entries[_OUTSIDE] = [e for e in entries[_OUTSIDE] if e not in moved]
+            entries[place] += [dataclasses.replace(e, role="routed_experts") for e in moved]
+
+
 def _as_experts(entry: _Entry, block: Mapping[str, Any]) -> Iterator[_Entry]:
     """A tensor of an MLP that is a mixture (surgery/modeling/experts_mlp.py): what its shared neurons have of it, and its experts."""
     part = entry.path.removeprefix(f"{block['mlp']}.").rpartition(".")
@@ -328,15 +344,19 @@ def _as_experts(entry: _Entry, block: Mapping[str, Any]) -> Iterator[_Entry]:
 
 def _measure(entries: Sequence[_Entry], prefix: str, index: int | None, facts: _Facts,
              block: Mapping[str, Any] | None = None) -> Layer:  # fmt: skip
-    """The sums by role of a layer, its experts, and the width F of each kind of MLP it has. `block`: that of a mixture whose
-    code travels."""
-    if block:
+    """The sums by role of a layer, its experts, and the width F of each kind of MLP it has. `block`: that of a mixture or of
+    neurons in a memory, whose code travels."""
+    mixture = (0, facts.top_k)
+    if block and _finds_neurons(block):
+        mixture = (block["keys"] ** 2, block["knn"])
+    elif block:
+        mixture = (block["experts"], block["top_k"])
         entries = [part for e in entries for part in _as_experts(e, block)]
     tallies: dict[str, Tally] = {}
     for e in entries:
         tallies[e.role] = tallies.get(e.role, Tally()) + e.tally
-    experts = block["experts"] if block else _expert_count([e for e in entries if e.role == "routed_experts"])
-    top_k = block["top_k"] if block else facts.top_k or experts
+    experts = mixture[0] or _expert_count([e for e in entries if e.role == "routed_experts"])
+    top_k = mixture[1] or experts
     widths: dict[str, int] = {}
     for e in entries:
         if facts.hidden_size and e.role in MLP_ROLES and DOWN.search(e.path) and e.tally.matrices:

@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from surgery import modeling
 from surgery.analysis.weigh import weigh
 from surgery.checkpoint import Checkpoint
 from surgery.demo import MODEL
@@ -85,7 +84,9 @@ def render(source: Checkpoint | None, output: Checkpoint, folder: Path, record: 
         rows=table(source, output, record),
         figure=layers.NAME,
         shown=[panel.title for panel in layers.panels(record["verification"])],
-        looks_up="memory" in modeling.kinds(output.config),
+        looks_up=any(
+            b["kind"] == "memory" and b["slots"] != "neurons" for b in output.config.get("surgery_blocks") or ()
+        ),
         verification=record["verification"],
         sample=((record["verification"] or {}).get("sample") or {}),
         trust=output.custom_code,

@@ -16,6 +16,7 @@ from surgery.demo import MODEL
 from surgery.errors import SurgeryError, UsageError
 from surgery.families.roles import MLP_ROLES
 from surgery.operations.carve import carve
+from surgery.operations.memory import memory
 from surgery.operations.relufy import relufy
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -280,6 +281,19 @@ def test_a_mixture_whose_code_travels_is_weighed_by_what_a_token_passes(shared, 
         32,
     )
     assert w.notes == ()
+
+
+def test_neurons_that_product_keys_find_are_weighed_in_their_layer():
+    """Of 512 neurons in 23 × 23 slots a token reads 100; query and keys, of 32 and 2 dimensions, are read whole."""
+    source = open_checkpoint(MODEL)
+    output = memory(source, place="replace", layers=[2], find="product-keys", knn=100)
+    w = weigh(output, output.config)
+    neuron = 3 * 192
+    assert (w.layers[2].experts, w.layers[2].top_k) == (529, 100) and w.layers[3].experts == 0
+    assert w.parameters("routed_experts") == 529 * neuron
+    assert w.active("routed_experts") == 100 * neuron
+    assert w.layers[2].active("mlp") == 192 * 32 + 32 + 2 * 23 * 16 + 192 + 1
+    assert w.parameters("embedding") == weigh(source, source.config).parameters("embedding")
 
 
 def test_the_activation_is_that_of_the_code_that_travels():
