@@ -4,8 +4,9 @@
   python benchmarks/large.py /data/synthetic-7b --work /data/bench
   python benchmarks/large.py /data/synthetic-7b --work /data/bench --only analyze "relufy, ridge"
 
-Conversions are to stay below 400 MB; what walks, below two decoder layers as they are computed (fp32 in verify, else --dtype's
-default), 1 GB and the hidden states of its tokens. The weights are random: times and bytes count, no perplexity does.
+Conversions are to stay below 400 MB; what walks, below two decoder layers as they are computed (fp32 in verify and in fits, bf16 in
+analyze), 1 GB and the activations: the hidden states of its tokens in two streams, what a fit keeps of them as rows, and the
+products of the rows that are multiplied together. The weights are random: times and bytes count, no perplexity does.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from convert import SURGERY, run
 
 from surgery.checkpoint import open_checkpoint
 from surgery.families import locate
+from surgery.operations.repair import CHUNK
 
 COMMANDS: dict[str, list[str]] = {  # in this order: a verify checks what the one before it wrote
     "relufy, plain": ["relufy", "{source}", "--repair", "none", "--no-verify", "-q", "--out", "{out}"],
@@ -35,12 +37,17 @@ COMMANDS: dict[str, list[str]] = {  # in this order: a verify checks what the on
 
 
 def bound(name: str, *checkpoints: str | Path) -> float:
-    """Megabytes that the command is to stay below, hidden states left out; of the largest first layer that it walks through."""
+    """Megabytes that the command is to stay below; of the largest first layer that it walks through."""
     if "plain" in name or "upcycle" in name:
         return 400.0
     opened = [open_checkpoint(str(c)) for c in checkpoints]
     layer = max(sum(c.tensors[n].nbytes for n in locate(c).names(0)) for c in opened)
-    return (2 * layer * (2 if "verify" in name else 1) + 1e9) / 1e6
+    hidden, width = locate(opened[0]).mlp(0).down.shape
+    tokens, together, item = {"analyze": (2048, 2048, 2), "verify, parity": (2048, 2 * 2048, 4), "verify, perplexity": (4096, 2048, 4),
+                              "relufy, ridge": (4096, CHUNK, 4), "carve": (4096, CHUNK, 4)}[name]  # fmt: skip
+    streams = 2 if item == 2 or "verify" in name else 4
+    activations = streams * tokens * hidden * 2 + (3 if streams == 2 else 6) * together * width * item
+    return (2 * layer * item / 2 + 1e9 + activations) / 1e6
 
 
 def measure(a: argparse.Namespace, say: Callable[[str], None]) -> None:

@@ -172,9 +172,13 @@ class ExpertsMLP(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=self.experts).tolist()
         shared, experts = self._experts()
-        tokens = zip(x[order // k].split(counts), experts, strict=True)
-        each = torch.cat([self._neurons(xe, parts) for xe, parts in tokens if len(xe)])[order.argsort()]
-        y = (each.view(n, k, -1).float() * weights[..., None]).sum(1).to(x.dtype)
+        y = weights.new_zeros(n, x.shape[1])
+        for rows, weight, parts in zip(
+            (order // k).split(counts), weights.flatten()[order].split(counts), experts, strict=True
+        ):
+            if len(rows):
+                y.index_add_(0, rows, self._neurons(x[rows], parts) * weight[:, None])
+        y = y.to(x.dtype)
         if self.shared:
             y = y + self._neurons(x, shared)
         bias = self._part("down").bias
