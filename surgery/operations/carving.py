@@ -31,14 +31,13 @@ from transformers.activations import ACT2FN
 from surgery.modeling.experts_mlp import Router
 from surgery.operations import partition
 from surgery.operations.cut import Cut
-from surgery.operations.repair import CHUNK, Neurons, Rows, error, figures, ridge
+from surgery.operations.repair import CHUNK, FIRST, Neurons, Rows, error, figures, ridge
 
 MARKED = 10  # products of a token that CMoE marks
 FIRING = 0.1  # of a token's neurons, those with most mass, fire together
 SAMPLED = 2**23  # products that neurons are grouped by
 DAMPED = 4000  # rows that the old weights stand for in the repair: what an inactive expert leaves is small and noisy
 STEPS, BATCH, RATE = 300, 512, 1e-2  # of a router's training
-FIRST = 8  # one row of so many is of a first token
 
 
 @dataclass(kw_only=True)
@@ -223,7 +222,7 @@ def _train(router: Router, carved: Carved, rows: Rows) -> None:
     """Cross-entropy of each expert's choice, weighted by how far its mass is from the one that decides; on inputs of mean 0
     and variance 1, which the weights then take in. First tokens are few, and take part more often than they occur."""
     k = _competing(carved.cut)
-    first = rows.z[:0] if rows.first is None else rows.first
+    first = rows.z[:0] if rows.first is None else rows.first.z
     inputs = torch.cat([rows.z[: rows.fitted], first]).float()
     mass = torch.cat([carved.mass(Neurons.product(carved, z)) for z in inputs.split(CHUNK)])
     border = mass.topk(k + 1, dim=1).values[:, k - 1 :].mean(1, keepdim=True)

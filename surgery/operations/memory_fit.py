@@ -34,7 +34,6 @@ from surgery.operations.repair import Neurons, Rows
 DAMPING, AFFINE_DAMPING, VALUE_DAMPING = 0.1, 0.1, 3.0
 CHOICE_TOKENS = 8192  # that layers are chosen on
 ROUNDS, KMEANS_ROWS = 12, 16_384
-FIRST = 0.02  # a share of the first tokens' mass that makes a neuron one to keep
 PAIRED = 512  # rows whose pairs of slots are added up at a time
 
 
@@ -77,15 +76,12 @@ def fit(mlp: Mlp, act: str, rows: Rows, entry: Mapping[str, Any], seed: int,
 
 
 def best(neurons: Neurons, rows: Rows, width: int) -> Neurons:
-    """The neurons that write most, in their order; those that write the first tokens' outputs among them."""
+    """The neurons that write most, in their order."""
     energy = torch.zeros(len(neurons.up), device=rows.z.device)
-    for z, _, weight in rows.parts(0, rows.fitted):
+    for z, _, weight in rows.fitting():
         h = neurons.product(z).square()
         energy += (h if weight is None else h * weight[:, None]).sum(0)
-    writes = energy * neurons.down.square().sum(0)
-    if rows.first is not None:
-        writes[neurons.shares(rows.first.float()).mean(0) > FIRST] = torch.inf
-    chosen = writes.topk(width).indices.sort().values
+    chosen = (energy * neurons.down.square().sum(0)).topk(width).indices.sort().values
     return pick(neurons, chosen)
 
 
@@ -101,7 +97,7 @@ def affine(rows: Rows) -> tuple[Tensor, Tensor]:
     def sums(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         gram = torch.zeros(hidden + 1, hidden + 1, dtype=dtype, device=rows.z.device)
         cross = torch.zeros(hidden, hidden + 1, dtype=dtype, device=rows.z.device)
-        for z, y, weight in rows.parts(0, rows.fitted):
+        for z, y, weight in rows.fitting():
             x = F.pad(z, (0, 1), value=1.0).to(dtype)
             weighted = x if weight is None else x * weight[:, None]
             gram.addmm_(weighted.T, x)
@@ -115,7 +111,7 @@ def affine(rows: Rows) -> tuple[Tensor, Tensor]:
 def missed(rows: Rows, function: Any) -> Rows:
     """Rows whose targets are what `function` of z lacks to y."""
     y = torch.cat([y - function(z) for z, y, _ in rows.parts()])
-    return Rows(z=rows.z, y=y, weight=rows.weight)
+    return Rows(z=rows.z, y=y, weight=rows.weight, first=rows.first and missed(rows.first, function))
 
 
 def size(rows: Rows, start: int = 0) -> float:
@@ -177,7 +173,7 @@ def values(memory: Memory, rows: Rows) -> Tensor:
     def sums(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         gram = memory.keys.new_zeros(count * count, dtype=dtype)
         cross = memory.keys.new_zeros(count, hidden, dtype=dtype)
-        for z, y, weight in rows.parts(0, rows.fitted):
+        for z, y, weight in rows.fitting():
             slots, x = codes(memory, z)
             x = x.to(dtype)
             weighted = x if weight is None else x * weight[:, None]

@@ -99,7 +99,7 @@ def search(neurons: Neurons, rows: Rows, entry: Mapping[str, Any], seed: int) ->
     memory.to(device)
     z = rows.z[: rows.fitted : max(1, rows.fitted * n * n // MASSES)].float()
     mean, std = spread(z)
-    first = z[:0] if rows.first is None else rows.first.float()
+    first = z[:0] if rows.first is None else rows.first.z.float()
     counts, z = (len(z), len(first)), torch.cat([z, first])
     mass = torch.cat([F.pad(neurons.shares(part), (0, n * n - width)).bfloat16() for part in z.split(repair.CHUNK)])
     z = (z - mean) / std

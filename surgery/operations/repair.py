@@ -46,6 +46,7 @@ from surgery.modeling.sparse_mlp import RULES
 
 DAMPING = 1e-3  # λ
 FEEDBACK = 0.5  # α
+FIRST = 8
 HELD_OUT = 0.1  # of the rows: measured on, never fitted on
 CHUNK = 512  # rows whose products are held at once
 BLOCK = 11_008  # neurons that are solved for together: a Gram matrix of 485 MB in fp32
@@ -60,14 +61,14 @@ QUANTILE = 1_000_000  # of them that are sorted together
 class Rows:
     """What the MLP reads, z [N, H], and is to write, y [N, H], in the walk's dtype; `weight` [N] of each row.
 
-    `first` is what it reads of the first tokens of sequences, which no error counts: one may hold the massive activation that
-    attention rests on (Sun et al. 2024, arXiv 2402.17762), and must not be lost.
+    `first` are those of the first tokens of sequences, which no error counts. But one may hold the massive activation that all
+    attention rests on (Sun et al. 2024, arXiv 2402.17762), so that all of them together are fitted to as 1/FIRST of the others.
     """
 
     z: Tensor
     y: Tensor
     weight: Tensor | None = None
-    first: Tensor | None = None
+    first: Rows | None = None
 
     @property
     def fitted(self) -> int:
@@ -80,6 +81,14 @@ class Rows:
         for i in range(start, stop, CHUNK):
             j = min(stop, i + CHUNK)
             yield self.z[i:j].float(), self.y[i:j].float(), None if self.weight is None else self.weight[i:j]
+
+    def fitting(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """What is fitted to: the rows that may be, then the first tokens with their larger weight."""
+        yield from self.parts(0, self.fitted)
+        if self.first is not None:
+            larger = len(self.z) / (FIRST * len(self.first.z))
+            for z, y, weight in self.first.parts():
+                yield z, y, larger * (z.new_ones(len(z)) if weight is None else weight)
 
 
 @dataclass(kw_only=True)
@@ -184,23 +193,29 @@ def convert_layers(checkpoint: Checkpoint, calibration: Calibration, layers: Seq
 def observe(layer: Layer, blocks: Blocks, sample: Sample, source: Sequence[Tensor], feedback: float = FEEDBACK) -> Rows:
     """The rows of a layer of the walk, as it stands; the walk does not move. `source`: the source's own stream after the
     layer [b, T, H]."""
-    parts, first = list[tuple[Tensor, ...]](), list[Tensor]()
+    rows, first = list[tuple[Tensor, ...]](), list[tuple[Tensor, ...]]()
     start = 0
     with tapped(layer.module, blocks.family, blocks.checkpoint.text_config) as taps, _normed(layer, blocks) as normed:
         for out, wanted in zip(layer.outputs(), source, strict=True):
-            mask = sample.mask[start : start + len(out)].to(out.device)
+            counted = sample.mask[start : start + len(out)].flatten().to(out.device)
             start += len(out)
-            z, y = (taps.caught[name].reshape(*mask.shape, -1)[mask] for name in ("input", "output"))
-            first.append(taps.caught["input"].reshape(*mask.shape, -1)[~mask])
-            wanted = wanted.to(out.device)[mask]
-            lacks = feedback * (wanted - out[mask]).float()
+            z, y, wanted = (
+                t.to(out.device).flatten(0, -2) for t in (taps.caught["input"], taps.caught["output"], wanted)
+            )
+            lacks = feedback * (wanted - out.flatten(0, -2)).float()
             if normed:
-                target, weight = _before_norm(y.float(), normed[-1][mask].float(), lacks), y
+                target, weight = _before_norm(y.float(), normed[-1].flatten(0, -2).float(), lacks), y
             else:
                 target, weight = y.float() + lacks / blocks.residual_multiplier, wanted
-            parts.append((z, target.to(z.dtype), 1 / weight.float().square().mean(1).clamp_min(1e-12)))
+            row = (z, target.to(z.dtype), 1 / weight.float().square().mean(1).clamp_min(1e-12))
+            rows.append(tuple(t[counted] for t in row))
+            first.append(tuple(t[~counted] for t in row))
+    return _joined(rows, first=_joined(first))
+
+
+def _joined(parts: Sequence[tuple[Tensor, ...]], first: Rows | None = None) -> Rows:
     z, y, weight = (torch.cat(p) for p in zip(*parts, strict=True))
-    return Rows(z=z, y=y, weight=weight, first=torch.cat(first))
+    return Rows(z=z, y=y, weight=weight, first=first)
 
 
 @contextmanager
@@ -241,7 +256,7 @@ def turned(neurons: Neurons, rows: Rows) -> Neurons:
     """`neurons` whose rows of `up` have the sign that leaves most of the product's energy above zero, where a ReLU of `up` keeps
     it. `down` turns with them: the function without that ReLU stays."""
     balance = torch.zeros(len(neurons.up), device=neurons.up.device)
-    for z, _, weight in rows.parts(0, rows.fitted):
+    for z, _, weight in rows.fitting():
         gate, up = neurons.open(z)
         energy = (gate.relu() * up).square() * up.sign()
         balance += (energy if weight is None else energy * weight[:, None]).sum(0)
@@ -378,7 +393,7 @@ def _refit(neurons: Neurons, rows: Rows, block: slice, damping: float, bias: boo
     def sums(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         gram = neurons.down.new_zeros(sum(sizes), sum(sizes), dtype=dtype)
         cross = neurons.down.new_zeros(hidden, sum(sizes), dtype=dtype)
-        for z, y, weight in rows.parts(0, rows.fitted):
+        for z, y, weight in rows.fitting():
             h = neurons.product(z)
             missed = y - neurons.output(h, z)
             extra = ([h.new_ones(len(h), 1)] if bias else []) + ([neurons.bypassed(z)] if rank else [])

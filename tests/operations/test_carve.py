@@ -154,7 +154,7 @@ def two_experts() -> tuple[carving.Neurons, carving.Rows, dict[str, Any]]:
     neurons = carving.Neurons(gate=gate, up=up, down=down, rule="plain", act="relu")
     entry = {"router": "mlp", "weights": "one", "factor": 1.0, "experts": 2, "top_k": 1, "group": 1, "gate": "gate",
              "router_activation": "tanh", "router_width": 8, "router_bias": True}  # fmt: skip
-    return neurons, carving.Rows(z=z, y=neurons(z), first=first), entry
+    return neurons, carving.Rows(z=z, y=neurons(z), first=carving.Rows(z=first, y=neurons(first))), entry
 
 
 HALF = carving.Cut(experts=2, active=1, shared=0, method="kmeans", router="trained", repair="none", seed=0)
@@ -172,8 +172,8 @@ def test_the_massive_activation_of_first_tokens_is_not_lost() -> None:
     carved, found = carving.fit(neurons, rows, HALF, entry)
     assert found["recall"] > 0.9
     assert rows.first is not None
-    ideal = carved.choose(carved.mass(carving.Neurons.product(carved, rows.first)))
-    assert torch.equal(carved.route(rows.first), ideal) and len(ideal.unique(dim=0)) == 1
+    ideal = carved.choose(carved.mass(carving.Neurons.product(carved, rows.first.z)))
+    assert torch.equal(carved.route(rows.first.z), ideal) and len(ideal.unique(dim=0)) == 1
 
 
 def test_the_neurons_are_put_in_order_and_compute_the_same() -> None:

@@ -115,7 +115,9 @@ def test_the_neuron_of_first_tokens_is_found(monkeypatch: pytest.MonkeyPatch) ->
     whole.gate[7], whole.up[7] = 0.0, 0.0
     whole.gate[7, 5], whole.up[7, 5], whole.gate_bias = 20.0, 20.0, torch.zeros(24)
     whole.gate_bias[7] = -50.0
-    found, slot = memory_neurons.search(whole, Rows(z=z, y=whole(z), first=first), entry(), seed=0)
+    found, slot = memory_neurons.search(
+        whole, Rows(z=z, y=whole(z), first=Rows(z=first, y=whole(first))), entry(), seed=0
+    )
     assert memory_neurons._read(found, first)[:, slot[7]].min() == 1
     assert whole.shares(first)[:, 7].min() > 0.9
     assert memory_neurons._read(found, z)[:, slot[7]].mean() < 0.5

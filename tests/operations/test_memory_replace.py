@@ -134,7 +134,7 @@ def test_a_neuron_that_only_the_first_tokens_need_is_kept() -> None:
     gate[7, 5] = up[7, 5] = -20.0
     neurons = Neurons(gate=gate, up=up, down=down, rule="plain", act="relu")
     data = Rows(z=z, y=neurons(z))
-    for given, there in ((data, False), (dataclasses.replace(data, first=first), True)):
+    for given, there in ((data, False), (dataclasses.replace(data, first=Rows(z=first, y=neurons(first))), True)):
         assert (memory_fit.best(neurons, given, 4).gate[:, 5] == -20).any() == there
 
 

@@ -94,6 +94,20 @@ def test_a_dead_neuron_does_not_break_the_solution() -> None:
     assert torch.equal(fitted.down[:, 0], mlp.down[:, 0]) and fitted.down.isfinite().all()
 
 
+def test_the_output_of_first_tokens_is_kept() -> None:
+    """One neuron writes a thousand times what others do, on first tokens alone."""
+    mlp, rows = neurons()
+    mlp.gate[0] = mlp.gate[0] * 0.01
+    first = torch.randn(4, 12, generator=torch.Generator().manual_seed(1))
+    first -= (first @ mlp.gate[0] / mlp.gate[0].square().sum())[:, None] * mlp.gate[0]
+    first += 3000 * mlp.gate[0] / mlp.gate[0].square().sum()
+    kept = Rows(z=first, y=mlp(first), weight=1 / mlp(first).square().mean(1))
+    for given, low, high in ((rows, 0.01, 1.0), (dataclasses.replace(rows, first=kept), 0.0, 0.005)):
+        fitted = repair.ridge(mlp, given)
+        assert low < repair.error(fitted, kept) < high
+        assert repair.error(fitted, rows, rows.fitted) < 0.85 * repair.error(mlp, rows, rows.fitted)
+
+
 def test_what_fp32_cannot_solve_is_summed_in_fp64() -> None:
     asked = []
 
