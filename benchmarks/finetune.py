@@ -40,6 +40,8 @@ RUNS: dict[str, tuple[Operation, int, list[str]]] = {  # what is done, for how m
     "relufy-ridge": (relufy, 500, ["--distill=0.6"]),
     "upcycle": (lambda model: upcycle(model, experts=8, top_k=2), 300, []),
     "memory": (lambda model: memory(model, slots=128**2, key_dim=64, knn=16), 300, []),
+    "memory-fast": (lambda model: memory(model, slots=128**2, key_dim=64, knn=16), 300, ["--learning_rate=1e-3"]),
+    "dense-fast": (lambda model: model, 300, ["--learning_rate=1e-3"]),
 }
 SETTINGS = {"max_length": 256, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "learning_rate": 2e-4,
             "use_cpu": True, "bf16": True, "eval_strategy": "steps", "eval_on_start": True, "logging_steps": 10}  # fmt: skip

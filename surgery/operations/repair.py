@@ -46,7 +46,7 @@ from surgery.modeling.sparse_mlp import RULES
 
 DAMPING = 1e-3  # λ
 FEEDBACK = 0.5  # α
-FIRST = 8
+FIRST = 8  # all first tokens together weigh as much as one in so many of the other rows
 HELD_OUT = 0.1  # of the rows: measured on, never fitted on
 CHUNK = 512  # rows whose products are held at once
 BLOCK = 11_008  # neurons that are solved for together: a Gram matrix of 485 MB in fp32
