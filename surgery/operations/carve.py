@@ -22,7 +22,7 @@ from surgery.checkpoint.tensors import derive
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, Mlp, locate
 from surgery.operations.cut import Cut
-from surgery.operations.sound import bypass_rank, chosen_layers, require_plain, require_whole, with_blocks
+from surgery.operations.sound import bypass_rank, chosen_layers, fit_nbytes, require_plain, require_whole, with_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -196,9 +196,10 @@ def _work(checkpoint: Checkpoint, job: Job) -> Work:
     data = job.calibration.identity if job.cut.needs_data else ""
     hidden, width = job.blocks.mlp(job.layers[0]).down.shape
     layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(job.layers[0]))
-    peak = 3 * layer
+    peak = 2 * layer
     if job.cut.needs_data:
-        peak += 4 * (4 * job.calibration.tokens * hidden + 4 * SAMPLED + 2 * (min(width, 11_008) + job.cut.bypass) ** 2)
+        peak += 4 * (4 * job.calibration.tokens * hidden + 4 * SAMPLED)
+        peak += fit_nbytes(hidden, width, job.cut.bypass)
     return Work(f"carve {parts} {data}\n{source}", lambda work, progress: _run(checkpoint, job, work, progress),
                 total=max(job.layers) + 1 if job.cut.needs_data else len(job.layers), peak_memory=peak)  # fmt: skip
 

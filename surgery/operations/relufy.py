@@ -19,7 +19,7 @@ from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, LazyTensor, Step, Work, constant
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, Mlp, locate
-from surgery.operations.sound import bypass_rank, config_with, require_plain, require_whole, with_blocks
+from surgery.operations.sound import bypass_rank, config_with, fit_nbytes, require_plain, require_whole, with_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -284,7 +284,7 @@ def _work(checkpoint: Checkpoint, job: _Job) -> Work:
     tokens = job.calibration.tokens
     layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(0))
     copies = {"none": 1, "ridge": 2, "reconstruct": 5}[job.repair]
-    peak = layer * copies + 3 * 4 * tokens * hidden + 4 * (min(width, 11_008) + job.bypass) ** 2
+    peak = layer * copies + 3 * 4 * tokens * hidden + fit_nbytes(hidden, width, job.bypass)
     return Work(f"relufy {parts} {job.calibration.identity}\n{source}", lambda work, progress: _calibrate(checkpoint, job, work, progress),
                 total=max(job.layers) + 1, peak_memory=peak)  # fmt: skip
 

@@ -43,13 +43,13 @@ from surgery.checkpoint import Checkpoint, Work
 from surgery.checkpoint.tensors import DTYPES
 from surgery.families import Blocks, Mlp
 from surgery.modeling.sparse_mlp import RULES
+from surgery.operations.sound import BLOCK
 
 DAMPING = 1e-3  # λ
 FEEDBACK = 0.5  # α
 FIRST = 8  # all first tokens together weigh as much as one in so many of the other rows
 HELD_OUT = 0.1  # of the rows: measured on, never fitted on
 CHUNK = 512  # rows whose products are held at once
-BLOCK = 11_008  # neurons that are solved for together: a Gram matrix of 485 MB in fp32
 WHITE_ROWS, WHITE_DAMPING = 16_384, 1e-2
 SWEEPS = 3  # over the blocks, where there are several
 SAMPLED = 4_000_000  # values that thresholds are chosen on

@@ -16,6 +16,9 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 _PIECE = 4 << 20
 
 
+BLOCK = 11_008  # neurons that are fitted together: a Gram matrix of 485 MB in fp32
+
+
 def require_plain(checkpoint: Checkpoint) -> None:
     """Raises SurgeryError for quantised weights: their MLPs are not matrices that can be operated on."""
     for config in (checkpoint.config, checkpoint.text_config):
@@ -121,3 +124,10 @@ def bypass_rank(bypass: int | str, blocks: Blocks, repair: str) -> int:
     if repair == "none":
         raise UsageError("a bypass without a repair that fits it", "take --repair ridge or reconstruct")
     return rank
+
+
+def fit_nbytes(hidden: int, width: int, rank: int = 0) -> int:
+    """What the closed-form fit of a `down` [H, F] and a bypass of this rank adds up, in fp32: one Gram matrix, and twice what stands
+    against it (repair.py)."""
+    columns = min(width, BLOCK) + rank
+    return 4 * columns * (columns + 2 * hidden)
