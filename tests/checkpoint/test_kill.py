@@ -118,8 +118,11 @@ def test_killed_again_and_again(room: Path) -> None:
 
 def test_interrupted_from_the_keyboard(room: Path) -> None:
     """Exit code 130, two lines that say how to go on, no traceback, and an output that goes on."""
-    cwd = room / "interrupted"
-    ran = stop(start(RELUFY, cwd), cwd / "out", "model-00002-*", 0.0, signal.SIGINT)
+    for attempt in range(5):  # on a busy machine a run may be done before the signal comes
+        cwd = room / f"interrupted {attempt}"
+        ran = stop(start(RELUFY, cwd), cwd / "out", "model-00002-*", 0.0, signal.SIGINT)
+        if ran.code != 0:
+            break
     assert ran.code == 130
     assert ran.err.strip().splitlines() == ["interrupted", "hint: run the same command again to go on"] and not ran.out
     assert_not_half(cwd / "out", room / "whole relufy" / "out")
