@@ -39,7 +39,9 @@ from surgery.cli.options import Converting, calibrated, converting, execute
 )
 @click.option("--key-dim", type=int, help="Dimensions of a head's query. [default: 512 beside, 32 in place]")
 @click.option("--value-dim", type=int, help="Dimensions of a value. [default: the hidden size]")
-@click.option("--own-tables", is_flag=True, help="A table for each layer, not one for all.")
+@click.option(
+    "--own-tables/--shared", default=False, help="A table for each layer, or one for all. [default: shared beside]"
+)
 @click.option("--sparse-gradients", is_flag=True, help="Gradients of the table for the rows alone that were read.")
 @click.option("--reads", type=float, default=0.5, show_default=True, metavar="FRACTION",
               help="What a token reads in the MLP's place, of the MLP's bytes.")  # fmt: skip
