@@ -51,9 +51,8 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(command: tuple[str, ...], cwd: Path) -> subprocess.Popen[str]:
     def hear() -> None:
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # which a shell's background jobs ignore, and their children
+        """Interruptions, which a shell's background jobs and their children ignore."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     cwd.mkdir(exist_ok=True)
     return subprocess.Popen([*COMMAND, *command], cwd=cwd, env=environment(), text=True, stdin=subprocess.DEVNULL,
