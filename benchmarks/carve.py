@@ -64,9 +64,7 @@ def held(source: Checkpoint, options: argparse.Namespace) -> None:
 
 def _held(source: Checkpoint, index: int, rows: repair.Rows, cut: carving.Cut) -> tuple[str, ...]:
     blocks = carve.locate(source)
-    carved, _ = carving.fit(
-        repair.Neurons.of(blocks.mlp(index), rule="plain", act=carve.activation(blocks)), rows, cut, {}
-    )
+    carved, _ = carving.fit(repair.Neurons.of(blocks.mlp(index), rule="plain", act=blocks.activation), rows, cut, {})
     z, y = rows.z[rows.fitted :], rows.y[rows.fitted :]
     h = repair.Neurons.product(carved, z)
     energy = (h * carved.norm).square()

@@ -143,7 +143,7 @@ def _advance(stream: _Stream, layer: Layer, sample: Sample, source: Sequence[Ten
     here = dataclasses.replace(layer, hidden=stream.hidden[:fitted])
     rows = repair.observe(here, job.blocks, sample, source)
     neurons = repair.Neurons.of(
-        job.blocks.mlp(layer.index), rule="plain", act=carve.activation(job.blocks), device=layer.device
+        job.blocks.mlp(layer.index), rule="plain", act=job.blocks.activation, device=layer.device
     )
     carved, found = carving.fit(neurons, rows, job.cut, job.entry)
     point.recall.append(found.get("recall", 1.0))

@@ -110,6 +110,11 @@ class Blocks:
         return f"{self.prefix}{index}."
 
     @property
+    def activation(self) -> str:
+        """The name of the MLPs' activation."""
+        return str(self.checkpoint.text_config.get(self.family.activation_key) or self.family.activation)
+
+    @property
     def residual_multiplier(self) -> float:
         """What an MLP's output is multiplied with before it is added to the residual stream (Granite)."""
         return float(self.checkpoint.text_config.get("residual_multiplier") or 1.0)

@@ -231,7 +231,7 @@ def _fit(job: Job, index: int, rows: Any, device: str, work: Work) -> None:
     """Carve a layer and put what was promised of it."""
     from surgery.operations import carving, repair
 
-    neurons = repair.Neurons.of(job.blocks.mlp(index), rule="plain", act=activation(job.blocks), device=device)
+    neurons = repair.Neurons.of(job.blocks.mlp(index), rule="plain", act=job.blocks.activation, device=device)
     carved, found = carving.fit(neurons, rows, job.cut, job.entry)
     if found:
         work.note(str(index), found)
@@ -242,12 +242,6 @@ def _fit(job: Job, index: int, rows: Any, device: str, work: Work) -> None:
     for name, value in {"down": carved.down, **carved.bypass(job.cut.bypass)}.items():
         if work.promised(f"{index}.{name}"):
             work.put(f"{index}.{name}", value)
-
-
-def activation(blocks: Blocks) -> str:
-    """The name of the MLP's activation."""
-    family = blocks.family
-    return str(blocks.checkpoint.text_config.get(family.activation_key) or family.activation)
 
 
 def _install(layer: Layer, job: Job, walk: Walk, work: Work) -> None:

@@ -102,13 +102,13 @@ def memory(checkpoint: Checkpoint, *, layers: Collection[int] | str | None = Non
     init_of.check(place, init, find, kind, sizes | {"value_dim": value_dim}, reads, distill)
     chosen = _chosen(blocks, layers, place, count, calibrated)
     _require_free(checkpoint, chosen, place)
-    groups = [chosen] if not own_tables and place == "beside" else [(i,) for i in chosen]
     _require_value_dim(value_dim, _hidden(blocks) if init in ("slots", "fit") or kind == "peer" else None)
     if find == "product-keys":
         make = partial(_entry_of_neurons, sizes=sizes, sparse_gradients=sparse_gradients, reads=reads)
     else:
         make = partial(_entry, spec=_spec(blocks, place, init, kind, sizes, value_dim, sparse_gradients), reads=reads)
-    entries = tuple(make(blocks, group) for group in groups)
+    whole = place == "beside" and not own_tables  # one table for all
+    entries = tuple(make(blocks, group) for group in ([chosen] if whole else [(i,) for i in chosen]))
     job = _Job(blocks=blocks, layers=chosen, place=place, init=init, entries=entries, seed=seed, distill=distill,
                calibration=calibrated)  # fmt: skip
     changes = with_blocks(checkpoint, entries)
@@ -210,16 +210,12 @@ def _entry_of_neurons(blocks: Blocks, layers: tuple[int, ...], sizes: Mapping[st
     parts = [p for p in PARTS if p != "down_bias" and getattr(mlp, p)]
     entry = modeling.entry(
         blocks.family, "memory", layers, shared=f"memory_values_{layers[0]}", place="replace", slots="neurons", heads=1, keys=n,
-        knn=0, key_dim=key_dim, value_dim=hidden, query_norm=False, gated=False, activation=_activation(blocks), bypass="bias",
+        knn=0, key_dim=key_dim, value_dim=hidden, query_norm=False, gated=False, activation=blocks.activation, bypass="bias",
         width=0, parts=parts, sparse_gradients=sparse_gradients)  # fmt: skip
     entry["knn"] = sizes["knn"] or init_of.knn_of(reads, mlp, entry, hidden)
     if entry["knn"] > slots:
         raise UsageError(f"knn {entry['knn']} of {slots} slots", f"give at most {slots}")
     return entry
-
-
-def _activation(blocks: Blocks) -> str:
-    return str(blocks.checkpoint.text_config.get(blocks.family.activation_key) or blocks.family.activation)
 
 
 def _entry(blocks: Blocks, layers: tuple[int, ...], spec: Mapping[str, Any], reads: float) -> dict[str, Any]:
@@ -334,7 +330,7 @@ def _fit(layer: Layer, job: _Job, sample: Sample, source: Sequence[Tensor], work
 
     rows = repair.observe(layer, job.blocks, sample, source)
     index, entry = layer.index, job.entry(layer.index)
-    mlp, act = job.blocks.mlp(index), _activation(job.blocks)
+    mlp, act = job.blocks.mlp(index), job.blocks.activation
     if entry["slots"] == "neurons":
         found, figures = memory_neurons.fit(mlp, act, rows, entry, job.seed)
     else:

@@ -205,10 +205,9 @@ def cheapest(blocks: Blocks, calibration: Calibration, count: int) -> tuple[int,
     calibration = dataclasses.replace(calibration, tokens=min(calibration.tokens, CHOICE_TOKENS))
     sample = calibration.sample(blocks.checkpoint)
     walk, costs = calibration.walk(blocks.checkpoint, sample.input_ids), {}
-    act = str(blocks.checkpoint.text_config.get(blocks.family.activation_key) or blocks.family.activation)
     for layer in walk:
         rows = repair.observe(layer, blocks, sample, list(layer.outputs()), feedback=0.0)
-        whole = Neurons.of(blocks.mlp(layer.index), rule="plain", act=act, device=layer.device)
+        whole = Neurons.of(blocks.mlp(layer.index), rule="plain", act=blocks.activation, device=layer.device)
         kept = repair.ridge(best(whole, rows, len(whole.up) // 2), rows, damping=DAMPING, bias=True)
         costs[layer.index] = (
             size(rows, rows.fitted) * repair.error(kept, rows, rows.fitted) / (len(rows.z) - rows.fitted)

@@ -168,7 +168,7 @@ def _check(checkpoint: Checkpoint, activation: str, sparsity: float | None, thre
     if not family.activation_key and swap.rule == "plain" and repair == "none":
         raise SurgeryError(f"the activation of {family.model_type} is fixed in its code, no config field changes it",
                            "`surgery families` lists where relufy works")  # fmt: skip
-    before = str(checkpoint.text_config.get(family.activation_key) or family.activation)
+    before = blocks.activation
     if swap.rule == "plain" and before == swap.act and stage == 1:
         raise SurgeryError(f"the activation of this {family.model_type} is {before} already", "there is nothing to do")
     if stage == 2 and not family.pre_norms:

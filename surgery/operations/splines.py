@@ -51,7 +51,7 @@ def splinify(checkpoint: Checkpoint, *, kind: str = "spline", grid: int | None =
             f"{groups} groups of {width} channels", f"give channel, layer, or a number that divides {width}"
         )
     spec: dict[str, Any] = {"function": kind, "grid": grid, "range": range, "groups": rows}
-    act = str(checkpoint.text_config.get(blocks.family.activation_key) or blocks.family.activation)
+    act = blocks.activation
     exact = kind != "linear"
     spec |= {} if exact else {"slopes": _slopes(act)}
     changes = with_blocks(checkpoint, [modeling.entry(blocks.family, "spline", chosen, **spec)])
