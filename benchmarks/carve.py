@@ -42,7 +42,7 @@ def _row(p: Point, dense: float) -> dict[str, object]:
     def mean(values: list[float]) -> float:
         return round(sum(values) / len(values), 3)
 
-    return {"method": p.method, "router": p.router, "active": round(p.fraction, 3), "perplexity": round(p.perplexity / dense, 3),
+    return {"method": p.method, "router": p.router, "active": round(p.fraction, 3), **({"by layer": p.active} if isinstance(p.active, list) else {}), "perplexity": round(p.perplexity / dense, 3),
             "agreement": round(p.agreement, 3), "error": round(p.error, 4), "worst layer": round(max(p.errors), 3),
             "recall": mean(p.recall), "mass": mean(p.mass_recall)}  # fmt: skip
 
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--methods", nargs="+", default=["mass", "random"], metavar="METHOD[:ROUTER[:SHARED]]")
     parser.add_argument("--repair", default="ridge")
+    parser.add_argument("--allocation", default="uniform", choices=("uniform", "greedy"))
     parser.add_argument("--bypass", default="0", help="a rank, or full")
     parser.add_argument("--relufy", metavar="ACTIVATION[-SPARSITY]:REPAIR")
     parser.add_argument("--relufy-tokens", type=int, default=16384)
@@ -101,7 +102,7 @@ def main() -> None:
         name, router, shared, *_ = [*method.split(":"), "", ""]
         start = time.process_time()
         found = sweep(source, experts=options.experts, fractions=[float(p) / 100 for p in options.active.split(",")],
-                      method=name, router=router or "trained", shared=int(shared or 0), repair=options.repair,
+                      method=name, router=router or "trained", shared=int(shared or 0), repair=options.repair, allocation=options.allocation,
                       bypass=int(options.bypass) if options.bypass.isdecimal() else options.bypass, random=False,
                       calibration=Calibration(tokens=options.tokens, dtype="fp32"), evaluated=options.evaluate)  # fmt: skip
         minutes, peak = (time.process_time() - start) / 60, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6

@@ -35,6 +35,7 @@ from surgery.checkpoint.record import read_record
 from surgery.checkpoint.shared import Group
 from surgery.demo import MODEL
 from surgery.errors import SurgeryError
+from surgery.operations.cut import average
 from surgery.recipe import Recipe, dump, of
 from surgery.report import card
 
@@ -100,7 +101,7 @@ def suffix(checkpoint: Checkpoint) -> str:
             parts.append(f"{p['target']}-{p['experts']}x-top{p['top_k']}".replace("_", "-"))
             parts += [f"{word}{p[key]:g}" for key, word in _CHANGES.items() if p.get(key)]
         elif step.operation == "carve":
-            parts.append("-".join([f"carve-{p['active']}of{p['experts']}", *bypass]))
+            parts.append("-".join([f"carve-{average(p['active']):.3g}of{p['experts']}", *bypass]))
         else:
             parts.append(str(p.get("activation") or p.get("dtype") or step.operation))
     return "-".join(parts) or "copy"

@@ -64,7 +64,7 @@ def of_hint(hint: Any) -> Schema:
         return {"type": "object", **({"additionalProperties": value} if value else {})}
     if isinstance(origin, type) and issubclass(origin, AbstractCollection):
         items = {"type": "array", "items": of_hint(arguments[0])}
-        return _union([items, _LAYERS]) if arguments[0] is int else items
+        return _union([items, _LAYERS]) if origin is AbstractCollection and arguments[0] is int else items
     return {"type": _PLAIN[hint]} if hint in _PLAIN else {}
 
 

@@ -6,6 +6,8 @@ the stream that the variant's layers before it gave, put in, and run. Nothing is
     perplexity  of held-out text; `agreement`: how often its most likely next token is the source's
     error       of an MLP on held-out text: ‖y − ŷ‖² / ‖y‖², y what the source's MLP gives for the same input
     oracle      the routed experts with most mass on a token, which no router can know without computing them all
+
+Not all layers need as many parts. `allocate` finds how many each is to have active, so that most is kept at the same mean.
 """
 
 from __future__ import annotations
@@ -26,19 +28,22 @@ from surgery.calibration.walk import BATCH_TOKENS, Layer, Walk, choose_device, c
 from surgery.checkpoint import Checkpoint
 from surgery.errors import UsageError
 from surgery.operations import carve, carving, repair
+from surgery.operations.cut import Cut, average
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+ALLOCATIONS = ("uniform", "greedy")
+ALLOCATION_TOKENS = 4096
 EVALUATED = 4096  # tokens
 
 
 @dataclass(kw_only=True)
 class Point:
-    """One variant: its split, its router ("oracle" among them), its active part; `errors`, `recall` and `mass_recall` by
-    layer that was carved."""
+    """One variant: its split, its router ("oracle" among them), its active parts, of all layers or by layer; `errors`,
+    `recall` and `mass_recall` by layer that was carved."""
 
     method: str
     router: str
-    active: int
+    active: int | list[int]
     experts: int
     perplexity: float = math.nan
     agreement: float = math.nan
@@ -48,7 +53,7 @@ class Point:
 
     @property
     def fraction(self) -> float:
-        return self.active / self.experts
+        return average(self.active) / self.experts
 
     @property
     def error(self) -> float:
@@ -88,25 +93,31 @@ class _Stream:
 
 def sweep(checkpoint: Checkpoint, *, experts: int = 16, fractions: Sequence[float] = FRACTIONS, shared: int = 0,
           method: str = "mass", router: str = "trained", repair: str = "ridge", bypass: int | str = 0, seed: int = 0, random: bool = True,
-          layers: Collection[int] | None = None, calibration: Calibration | None = None, evaluated: int = EVALUATED,
+          allocation: str = "uniform", layers: Collection[int] | None = None, calibration: Calibration | None = None, evaluated: int = EVALUATED,
           progress: Callable[[int], None] = lambda layers: None) -> Sweep:  # fmt: skip
     """The quality of `checkpoint` carved in each of these fractions: by `method` and at random, with `router` and with the
     oracle. `random`: without it, by `method` alone. Parts are as in `carve`; of `shared`, one fewer than active at most.
+    `allocation` "greedy": by `method` with as many active by layer as `allocate` finds; at random with as many in each.
     """
     settings = calibration or Calibration()
+    counts = {_parts(wanted, experts) for wanted in fractions}
+    each: dict[int, int | list[int]] = {count: count for count in counts}
+    if allocation == "greedy":
+        each |= allocate(checkpoint, experts=experts, active=counts - {experts}, shared=shared, method=method, seed=seed, layers=layers,
+                        calibration=settings)  # fmt: skip
     sample, held_out, batch = _texts(checkpoint, settings, evaluated)
     device = choose_device(settings.device)
     ids = torch.cat([sample.input_ids, held_out.input_ids])
     walk = Walk(checkpoint, ids, dtype=choose_dtype(settings.dtype, device), device=device, batch_size=batch)
     fitted = len(sample.input_ids) // batch  # batches
     streams = []
-    for wanted in sorted(set(fractions)):
-        active = _parts(wanted, experts)
-        for split in dict.fromkeys((method, "random") if random else (method,)) if active < experts else ():
+    for count in sorted(counts - {experts}):
+        splits = {method: each[count]} | ({"random": count} if random and method != "random" else {})
+        for split, active in splits.items():
             for gate in (router, "oracle"):
-                job = carve.check(checkpoint, experts=experts, active=active, shared=min(shared, active - 1), method=split,
+                job = carve.check(checkpoint, experts=experts, active=active, shared=_shared(shared, active), method=split,
                                   router=gate, repair=repair, bypass=bypass, seed=seed, layers=layers, calibration=settings)  # fmt: skip
-                point = Point(method=split, router=gate, active=active, experts=experts)
+                point = Point(method=split, router=gate, active=job.active, experts=experts)
                 streams.append(_Stream(point=point, job=job, hidden=list(walk.hidden)))
     for layer in walk:
         after = list(layer.outputs())
@@ -114,7 +125,7 @@ def sweep(checkpoint: Checkpoint, *, experts: int = 16, fractions: Sequence[floa
             _advance(stream, layer, sample, after[:fitted], held_out)
         layer.run()
         progress(1)
-    return _scored(checkpoint, walk, streams, fitted, held_out, sample, _parts(max(fractions), experts) == experts,
+    return _scored(checkpoint, walk, streams, fitted, held_out, sample, experts in counts,
                    repair=repair, shared=shared, experts=experts)  # fmt: skip
 
 
@@ -123,6 +134,44 @@ def _parts(fraction: float, experts: int) -> int:
     if not 0 < fraction <= 1:
         raise UsageError(f"{fraction:.0%} of the experts active", "give percentages up to 100, like 25,50,75")
     return max(1, round(fraction * experts))
+
+
+def _shared(shared: int, active: int | Sequence[int]) -> int:
+    return min(shared, (active if isinstance(active, int) else min(active)) - 1)
+
+
+def allocate(checkpoint: Checkpoint, *, experts: int, active: Collection[int], shared: int = 0, method: str = "mass", seed: int = 0,
+             layers: Collection[int] | None = None, calibration: Calibration | None = None,
+             progress: Callable[[int], None] = lambda layers: None) -> dict[int, list[int]]:  # fmt: skip
+    """For each of these numbers of active parts, as many by layer with that mean: one part after another is left out where
+    that adds least to the error of the stream behind the layer, as the oracle chooses, on the first tokens of the sample.
+
+    Shapes and options are those of `carve`, which takes what is found as `active`.
+    """
+    settings = calibration or Calibration()
+    sample = settings.sample(checkpoint)
+    rows = max(1, ALLOCATION_TOKENS // sample.input_ids.shape[1])
+    sample = dataclasses.replace(sample, input_ids=sample.input_ids[:rows])
+    jobs = {n: carve.check(checkpoint, experts=experts, active=n, shared=_shared(shared, n), method=method, router="oracle",
+                           repair="none", seed=seed, layers=layers, calibration=settings) for n in active}  # fmt: skip
+    costs: dict[int, dict[int, list[float]]] = {n: {} for n in active}
+    for layer in settings.walk(checkpoint, sample.input_ids):
+        source = list(layer.outputs())
+        for n, job in jobs.items():
+            if layer.index in job.layers:
+                seen = repair.observe(layer, job.blocks, sample, source, feedback=0.0)
+                neurons = repair.Neurons.of(job.blocks.mlp(layer.index), rule="plain", act=job.blocks.activation, device=layer.device)  # fmt: skip
+                costs[n][layer.index] = carving.costs(neurons, seen, job.cut)
+        layer.run()
+        progress(1)
+    return {n: _allocated(costs[n], jobs[n].cut) for n in active}
+
+
+def _allocated(costs: dict[int, list[float]], cut: Cut) -> list[int]:
+    """Active parts by layer; `costs` are of all of them active, of one fewer, and so on."""
+    levels = [left_out / cut.experts for left_out in range(cut.routed)]
+    found = repair.allocate(costs, levels, 1 - cut.active / cut.experts)
+    return [cut.experts - round(part * cut.experts) for part in found.values()]
 
 
 def _texts(checkpoint: Checkpoint, settings: Calibration, evaluated: int) -> tuple[Sample, Sample, int]:
@@ -145,7 +194,7 @@ def _advance(stream: _Stream, layer: Layer, sample: Sample, source: Sequence[Ten
     neurons = repair.Neurons.of(
         job.blocks.mlp(layer.index), rule="plain", act=job.blocks.activation, device=layer.device
     )
-    carved, found = carving.fit(neurons, rows, job.cut, job.entry)
+    carved, found = carving.fit(neurons, rows, job.cuts[layer.index], job.entry(layer.index))
     point.recall.append(found.get("recall", 1.0))
     point.mass_recall.append(found.get("mass_recall", 1.0))
     missed = total = 0.0

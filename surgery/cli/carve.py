@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from surgery.cli.options import Converting, calibrated, converting, execute, parse_rank
 from surgery.errors import UsageError
+
+if TYPE_CHECKING:
+    from surgery.checkpoint import Checkpoint
 
 METHODS = ("random", "kmeans", "coactivation", "cmoe", "mass")
 ROUTERS = ("centroids", "trained", "analytic")
@@ -23,8 +26,10 @@ ROUTERS = ("centroids", "trained", "analytic")
     metavar="E",
     help="Parts that each MLP is cut into, shared ones among them.",
 )
-@click.option("--active", type=int, metavar="A",
-              help="Parts that a token passes, shared ones among them. [default: three quarters]")  # fmt: skip
+@click.option("--active", metavar="A",
+              help="Parts that a token passes, shared ones among them, or a list, one number a layer. [default: three quarters]")  # fmt: skip
+@click.option("--allocation", type=click.Choice(["uniform", "greedy"]), default="uniform", show_default=True,
+              help="greedy: more active parts in layers where they matter most, A in the mean.")  # fmt: skip
 @click.option(
     "--shared", "shared_parts", default=0, show_default=True, metavar="S", help="Parts that every token passes."
 )
@@ -57,7 +62,7 @@ ROUTERS = ("centroids", "trained", "analytic")
 @calibrated
 @converting
 def carve_command(shared: Converting, calibration: dict[str, Any], sweep: str | None, plot: Path | None, layers: str | None,
-                  active: int | None, shared_parts: int, bypass: str, **options: Any) -> int:  # fmt: skip
+                  active: str | None, allocation: str, shared_parts: int, bypass: str, **options: Any) -> int:  # fmt: skip
     """Cut each MLP of MODEL into experts, of which a token passes some: its own neurons in another order behind a new
     router, and no training. With all parts active it is the same function, which is verified. --sweep shows what fewer cost,
     beside a random split and a router that knows. Without MODEL, the checkpoint in this folder.
@@ -78,12 +83,15 @@ def carve_command(shared: Converting, calibration: dict[str, Any], sweep: str | 
     Examples:
       surgery carve meta-llama/Llama-3.2-1B --active 12
       surgery carve ./my-model --experts 32 --active 8 --shared 2 --dry-run
+      surgery carve ./my-model --active 12 --allocation greedy --bypass full --tokens 32768
       surgery carve ./my-model --sweep 25,50,75,100 --plot sweep.png
       surgery carve ./my-model --method cmoe --router analytic --shared 3 --repair none
     """
     from surgery.operations.carve import carve
     from surgery.recipe import parse_layers
 
+    if allocation == "greedy" and "," in (active or ""):
+        raise UsageError("--allocation greedy finds how many parts each layer has active", "give --active one number")
     if plot and not sweep:
         raise UsageError("--plot draws a sweep", "give --sweep 25,50,75,100 with it")
     options |= {"shared": shared_parts, "bypass": parse_rank(bypass)}
@@ -91,9 +99,39 @@ def carve_command(shared: Converting, calibration: dict[str, Any], sweep: str | 
     if sweep and (shared.out or shared.dry_run or active is not None):
         raise UsageError("--sweep writes nothing, and --out, --dry-run and --active are of an output", "leave them out")
     if sweep:
-        _sweep(shared, calibration, _fractions(sweep), plot, chosen, options)
+        _sweep(shared, calibration, _fractions(sweep), plot, chosen, options | {"allocation": allocation})
         return 0
-    return execute(shared, lambda c: carve(c, active=active, layers=chosen, calibration=calibration, **options))
+    number = _active(active)
+
+    def operate(source: Checkpoint) -> Checkpoint:
+        each = _allocate(source, shared, number, chosen, calibration, options) if allocation == "greedy" else number
+        return carve(source, active=each, layers=chosen, calibration=calibration, **options)
+
+    return execute(shared, operate)
+
+
+def _active(text: str | None) -> int | list[int] | None:
+    """From "12" or "16,15,12". Raises UsageError for anything else."""
+    try:
+        numbers = [int(part) for part in text.split(",")] if text is not None else None
+    except ValueError:
+        raise UsageError(
+            f"{text!r} are no numbers of active parts", "write 12, or one for each layer: 16,15,12"
+        ) from None
+    return numbers[0] if numbers and len(numbers) == 1 else numbers
+
+
+def _allocate(source: Checkpoint, shared: Converting, active: Any, layers: set[int] | None, calibration: dict[str, Any],
+              options: dict[str, Any]) -> list[int]:  # fmt: skip
+    from surgery.analysis.carving import allocate
+    from surgery.calibration.settings import Calibration
+    from surgery.cli import screen
+
+    experts = options["experts"]
+    count = experts * 3 // 4 if active is None else active
+    known = {name: options[name] for name in ("experts", "shared", "method", "seed")}
+    with screen.Bars(quiet=shared.quiet or shared.as_json).stage("allocating", 0, "layer") as progress:
+        return allocate(source, active=[count], layers=layers, calibration=Calibration.of(calibration), progress=progress, **known)[count]  # fmt: skip
 
 
 def _fractions(text: str) -> list[float]:

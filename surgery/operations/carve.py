@@ -40,32 +40,63 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What is to be done, checked: the same for every layer."""
+    """What is to be done, checked: the same for every layer, but for how many parts are active."""
 
     blocks: Blocks
     layers: tuple[int, ...]
-    cut: Cut
+    cuts: Mapping[int, Cut]
     calibration: Calibration
 
     @property
-    def entry(self) -> dict[str, Any]:
-        cut, mlp = self.cut, self.blocks.mlp(self.layers[0])
+    def cut(self) -> Cut:
+        """Of the first layer: the others differ in `active` at most."""
+        return self.cuts[self.layers[0]]
+
+    @property
+    def exact(self) -> bool:
+        return all(cut.exact for cut in self.cuts.values())
+
+    @property
+    def active(self) -> int | list[int]:
+        """Of every layer, or by layer where they differ."""
+        each = [cut.active for cut in self.cuts.values()]
+        return each if len(set(each)) > 1 else each[0]
+
+    @property
+    def part(self) -> float:
+        """Of the neurons, those that a token passes."""
+        return sum(cut.active for cut in self.cuts.values()) / sum(cut.experts for cut in self.cuts.values())
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """One for the layers of each number of active parts."""
+        by_active: dict[int, list[int]] = {}
+        for index, cut in self.cuts.items():
+            by_active.setdefault(cut.active, []).append(index)
+        return [self._entry(layers) for layers in by_active.values()]
+
+    def entry(self, index: int) -> dict[str, Any]:
+        """The one that a layer is in."""
+        return next(e for e in self.entries if index in e["layers"])
+
+    def _entry(self, layers: list[int]) -> dict[str, Any]:
+        cut, mlp = self.cuts[layers[0]], self.blocks.mlp(layers[0])
         width, trained = mlp.width // cut.experts, cut.router == "trained"
-        return modeling.experts(self.blocks.family, self.layers, experts=cut.routed, width=width, top_k=cut.top_k,
+        return modeling.experts(self.blocks.family, layers, experts=cut.routed, width=width, top_k=cut.top_k,
                                 shared=cut.shared * width, router=KINDS[cut.router], weights="scaled",
                                 router_bias=trained or (cut.router == "analytic" and mlp.biased),
                                 router_width=ROUTER_WIDTH if trained else 0, bypass=cut.bypass)  # fmt: skip
 
 
-def carve(checkpoint: Checkpoint, *, experts: int = 16, active: int | None = None, shared: int = 0, method: str = "mass",
+def carve(checkpoint: Checkpoint, *, experts: int = 16, active: int | Sequence[int] | None = None, shared: int = 0, method: str = "mass",
           router: str = "trained", repair: str = "ridge", bypass: int | str = 0, seed: int = 0,
           layers: Collection[int] | None = None, calibration: Calibration | Mapping[str, Any] | None = None) -> Checkpoint:  # fmt: skip
     """The model with its MLPs cut into experts.
 
     Args:
         experts: parts of equal width that an MLP is cut into, the shared ones among them.
-        active: parts that a token passes, the shared ones among them; all of them is exactly the source. By default three
-            quarters.
+        active: parts that a token passes, the shared ones among them, in every layer or one number for each of `layers`
+            (surgery.analysis.carving.allocate finds them); all of them is exactly the source. By default three quarters.
         shared: parts that every token passes, of the neurons that matter most on average.
         method: which neurons stand together: "random", "kmeans", "coactivation", "cmoe" or "mass".
         router: "centroids", "trained" or "analytic".
@@ -79,20 +110,23 @@ def carve(checkpoint: Checkpoint, *, experts: int = 16, active: int | None = Non
     Raises SurgeryError where the family keeps its MLP in no module, or a layer was operated on already.
     """
     active = max(shared + 1, experts * 3 // 4) if active is None else active
-    _check_options(experts, active, shared, method, router, repair)
+    each = [active] if isinstance(active, int) else list(active)
+    for number in each:
+        _check_options(experts, number, shared, method, router, repair)
+    exact = all(number == experts for number in each)
     job = check(checkpoint, experts=experts, active=active, shared=shared, method=method, router=router,
-                repair=repair if active < experts else "none", bypass=bypass, seed=seed, layers=layers,
+                repair="none" if exact else repair, bypass=bypass, seed=seed, layers=layers,
                 calibration=Calibration.of(calibration))  # fmt: skip
     work = _work(checkpoint, job)
-    parameters = {k: v for k, v in dataclasses.asdict(job.cut).items() if k != "bypass" or v}
+    parameters = {k: v for k, v in dataclasses.asdict(job.cut).items() if k != "bypass" or v} | {"active": job.active}
     parameters |= {} if layers is None else {"layers": list(job.layers)}
     parameters |= {"calibration": job.calibration.as_dict()} if job.cut.needs_data and job.calibration.as_dict() else {}
-    step = Step(operation="carve", parameters=parameters, exact=job.cut.exact, layers=job.layers,
+    step = Step(operation="carve", parameters=parameters, exact=job.exact, layers=job.layers,
                 notes=_notes(checkpoint, job), work=work)  # fmt: skip
     tensors = dict(checkpoint.tensors)
     for index in job.layers:
         tensors |= _carved(job, index, work)
-    return checkpoint.replace(step=step, tensors=tensors, **with_blocks(checkpoint, [job.entry]))
+    return checkpoint.replace(step=step, tensors=tensors, **with_blocks(checkpoint, job.entries))
 
 
 # --- what is asked for --------------------------------------------------------------------------------------------------
@@ -109,9 +143,9 @@ def _check_options(experts: int, active: int, shared: int, method: str, router: 
                          f"give {shared + 1} to {experts}: shared parts count among the active ones")  # fmt: skip
 
 
-def check(checkpoint: Checkpoint, *, calibration: Calibration, layers: Collection[int] | None = None,
+def check(checkpoint: Checkpoint, *, calibration: Calibration, active: int | Sequence[int], layers: Collection[int] | None = None,
           bypass: int | str = 0, **options: Any) -> Job:  # fmt: skip
-    """The job, checked against the checkpoint; `options` are those of Cut. Raises SurgeryError where it cannot be carved so."""
+    """The job, checked against the checkpoint; `options` are those of Cut, `active` as in `carve`. Raises SurgeryError where it cannot be carved so."""
     require_plain(checkpoint)
     blocks = locate(checkpoint)
     require_whole(blocks)
@@ -122,9 +156,15 @@ def check(checkpoint: Checkpoint, *, calibration: Calibration, layers: Collectio
     if blocks.family.is_moe:
         modeling.entry(blocks.family, "experts", chosen)  # raises: it has experts
     _check_width(blocks.mlp(chosen[0]).width, options["experts"])
-    cut = Cut(**options, bypass=bypass_rank(bypass, blocks, options["repair"]))
-    job = Job(blocks=blocks, layers=chosen, cut=cut, calibration=calibration)
-    modeling.config_changes(checkpoint.config, [job.entry] if blocks.family.mlp else [])
+    each = [active] * len(chosen) if isinstance(active, int) else active
+    if len(each) != len(chosen):
+        raise UsageError(
+            f"{len(each)} numbers of active parts for {len(chosen)} layers", "give one number, or one for each layer"
+        )
+    rank = bypass_rank(bypass, blocks, options["repair"])
+    cuts = {index: Cut(**options, active=number, bypass=rank) for index, number in zip(chosen, each, strict=True)}
+    job = Job(blocks=blocks, layers=chosen, cuts=cuts, calibration=calibration)
+    modeling.config_changes(checkpoint.config, job.entries if blocks.family.mlp else [])
     return job
 
 
@@ -139,13 +179,14 @@ def _notes(checkpoint: Checkpoint, job: Job) -> tuple[str, ...]:
     cut, hidden = job.cut, job.blocks.mlp(job.layers[0]).down.shape[0]
     names = [n for i in job.layers for n in job.blocks.mlp(i).names]
     mlp, mlp_bytes = (sum(getattr(checkpoint.tensors[n], size) for n in names) for size in ("numel", "nbytes"))
-    part, width = cut.active / cut.experts, mlp_bytes / mlp
-    router, bypass = (len(job.layers) * sum(math.prod(s) for s in of(job.entry, hidden).values())
+    part, width = job.part, mlp_bytes / mlp
+    router, bypass = (len(job.layers) * sum(math.prod(s) for s in of(job.entries[0], hidden).values())
                       for of in (modeling.router_tensors, modeling.bypass_tensors))  # fmt: skip
     left = checkpoint.parameters - mlp + mlp * part + router + bypass
     read = mlp_bytes * part + router * FLOAT_BYTES + bypass * width
-    same = "all experts are active: the same function" if cut.exact else (
-        f"a token passes {cut.active} of {cut.experts} parts of an MLP, {part:.0%} of its neurons")  # fmt: skip
+    least, most = (f([c.active for c in job.cuts.values()]) for f in (min, max))
+    same = "all experts are active: the same function" if job.exact else (
+        f"a token passes {least if least == most else f'{least} to {most}'} of {cut.experts} parts of an MLP, {part:.0%} of its neurons")  # fmt: skip
     parts = f"{router * FLOAT_BYTES / 1e6:,.1f} MB of it routers"
     parts += f", {bypass * width / 1e6:,.1f} the bypass" if bypass else ""
     return (same,
@@ -163,9 +204,9 @@ def _carved(job: Job, index: int, work: Work) -> dict[str, LazyTensor]:
     order = work.promise(f"{index}.order", "I64", (mlp.width,))
     out = blocks.restored(index, _ordered(mlp, order, _down(job, index, work, order)))
     hidden, start = mlp.down.shape[0], blocks.layer(index)
-    for path, shape in modeling.router_tensors(job.entry, hidden).items():
+    for path, shape in modeling.router_tensors(job.entries[0], hidden).items():
         out[start + path] = work.promise(f"{index}.router.{path.rpartition('.')[2]}", "F32", shape)
-    for path, shape in modeling.bypass_tensors(job.entry, hidden).items():
+    for path, shape in modeling.bypass_tensors(job.entries[0], hidden).items():
         out[start + path] = work.promise(f"{index}.{path.rpartition('.')[2]}", mlp.down.dtype, shape)
     return out
 
@@ -232,7 +273,7 @@ def _fit(job: Job, index: int, rows: Any, device: str, work: Work) -> None:
     from surgery.operations import carving, repair
 
     neurons = repair.Neurons.of(job.blocks.mlp(index), rule="plain", act=job.blocks.activation, device=device)
-    carved, found = carving.fit(neurons, rows, job.cut, job.entry)
+    carved, found = carving.fit(neurons, rows, job.cuts[index], job.entry(index))
     if found:
         work.note(str(index), found)
     assert carved.router is not None
@@ -251,7 +292,7 @@ def _install(layer: Layer, job: Job, walk: Walk, work: Work) -> None:
     from surgery.modeling.experts_mlp import ExpertsMLP
 
     blocks, index = job.blocks, layer.index
-    block = ExpertsMLP(getattr(layer.module, blocks.family.mlp), job.entry)
+    block = ExpertsMLP(getattr(layer.module, blocks.family.mlp), job.entry(index))
     for name, _ in list(block.router.named_parameters()):
         value = work.get(f"{index}.router.{name}").to(layer.device)
         setattr(block.router, name, torch.nn.Parameter(value, requires_grad=False))

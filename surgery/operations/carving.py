@@ -101,6 +101,15 @@ def fit(neurons: Neurons, rows: Rows | None, cut: Cut, entry: dict[str, Any]) ->
     return fitted, figures(error=before, repaired=after, **_against_oracle(carved, rows))
 
 
+def costs(neurons: Neurons, rows: Rows, cut: Cut) -> list[float]:
+    """What it costs the stream behind the layer to leave out none, one, two, … of the routed experts, as the oracle chooses:
+    the weighted squared error on rows that were not grouped by. `neurons` are put in order themselves."""
+    carved, _ = fit(neurons, rows, dataclasses.replace(cut, router="oracle", repair="none"), {})
+    size = sum(((1.0 if w is None else w) * y.square().mean(1)).sum().item() for _, y, w in rows.parts(rows.fitted))
+    cuts = (dataclasses.replace(cut, active=active) for active in range(cut.experts, cut.shared, -1))
+    return [size * error(dataclasses.replace(carved, cut=c), rows, rows.fitted) / len(rows.z) for c in cuts]
+
+
 def reorder(neurons: Neurons, order: Tensor) -> None:
     """Put the neurons into another order, one matrix after another: the same function."""
     for name in ("gate", "up", "gate_bias", "up_bias"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -34,3 +35,8 @@ class Cut:
     def needs_data(self) -> bool:
         free = self.method == "random" or (self.method == "kmeans" and not self.shared)
         return not (free and self.router == "centroids" and self.repair == "none")
+
+
+def average(active: int | Sequence[int]) -> float:
+    """Of what `carve` takes as `active`: a number for every layer, or one for each."""
+    return active if isinstance(active, int) else sum(active) / len(active)

@@ -35,6 +35,8 @@ def tables(found: Sweep) -> Iterator[RenderableType]:
     yield "\nRelative error of the MLP's output, by layer"
     yield _by_layer(found)
     yield "\nthe oracle computes all experts to know which add most · mass: of what the oracle's choice holds"
+    for active in {tuple(p.active): None for p in found.points if isinstance(p.active, list)}:
+        yield f"{sum(active) / len(active) / found.points[0].experts:.0%}: --active {','.join(map(str, active))}"
 
 
 def _quality(found: Sweep) -> Table:
@@ -43,9 +45,13 @@ def _quality(found: Sweep) -> Table:
         routed = (
             [f"{_mean(p.recall):.1%}", f"{_mean(p.mass_recall):.1%}"] if p.router not in ("oracle", "") else ["", ""]
         )
-        table.add_row(p.method, p.router, f"{p.fraction:.0%}", f"{p.perplexity:.2f}", f"{p.perplexity / found.perplexity:.3f}",
+        table.add_row(_split(p), p.router, f"{p.fraction:.0%}", f"{p.perplexity:.2f}", f"{p.perplexity / found.perplexity:.3f}",
                       f"{p.agreement:.1%}", f"{p.error:.4f}", *routed)  # fmt: skip
     return table
+
+
+def _split(p: Point) -> str:
+    return p.method if isinstance(p.active, int) else f"{p.method}, by layer"
 
 
 def _by_layer(found: Sweep) -> Table:
@@ -54,7 +60,7 @@ def _by_layer(found: Sweep) -> Table:
     table = _table("split", "router", "active", *(str(found.layers[i]) for i in shown))
     for p in found.points:
         if p.errors:
-            table.add_row(p.method, p.router, f"{p.fraction:.0%}", *(f"{p.errors[i]:.3f}" for i in shown))
+            table.add_row(_split(p), p.router, f"{p.fraction:.0%}", *(f"{p.errors[i]:.3f}" for i in shown))
     return table
 
 
@@ -90,10 +96,10 @@ def plot(found: Sweep, path: Path) -> None:
     figure = Figure(figsize=(9, 4.2), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     figure.suptitle(finding(found), x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     for axes, (title, value, whole) in zip(figure.subplots(1, 2), _panels(found), strict=True):
-        for (method, router), points in _curves(found).items():
+        for (split, router), points in _curves(found).items():
             xy = [*sorted({100 * p.fraction: value(p) for p in points}.items()), (100, whole)]
-            color = COLORS["attention"] if method == "random" else COLORS["mlp"]
-            axes.plot(*zip(*xy, strict=True), marker="o", markersize=4, color=color, label=f"{method}, {router}",
+            color = COLORS["attention"] if split == "random" else COLORS["mlp"]
+            axes.plot(*zip(*xy, strict=True), marker="o", markersize=4, color=color, label=f"{split}, {router}",
                       linestyle=":" if router == "oracle" else "-")  # fmt: skip
         axes.set_title(title, loc="left", fontsize=10, color=INK)
         axes.set_xlabel("neurons active, %", fontsize=9, color=INK)
@@ -113,5 +119,5 @@ def _curves(found: Sweep) -> dict[tuple[str, str], list[Point]]:
     curves: dict[tuple[str, str], list[Point]] = {}
     for p in found.points:
         if p.router:
-            curves.setdefault((p.method, p.router), []).append(p)
+            curves.setdefault((_split(p), p.router), []).append(p)
     return curves

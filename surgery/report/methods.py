@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from surgery.operations.cut import average
+
 Parameters = Mapping[str, Any]
 
 # arXiv number: first author, title, year
@@ -71,7 +73,8 @@ def what(operation: str, p: Parameters, layers: int) -> str:
     if operation == "cast":
         return f"the weights are stored in {p['dtype']}"
     if operation == "carve":
-        return f"{where} was cut into {p['experts']} experts of its own neurons, {p['active']} of them active for a token{bypass}"
+        mean = "" if isinstance(p["active"], int) else " in the mean of the layers"
+        return f"{where} was cut into {p['experts']} experts of its own neurons, {average(p['active']):.3g} of them active for a token{mean}{bypass}"
     if operation == "memory":
         place = "got a memory beside it" if p.get("place") != "replace" else "gave its place to a memory"
         return f"{where} {place}"

@@ -5,10 +5,12 @@ What could break it: streams of variants that mix, an error of other tokens than
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from surgery.analysis import quality
-from surgery.analysis.carving import Sweep, sweep
+from surgery.analysis.carving import ALLOCATIONS, Sweep, allocate, sweep
 from surgery.calibration.settings import Calibration
 from surgery.checkpoint import open_checkpoint
 from surgery.demo import MODEL
@@ -20,14 +22,14 @@ SETTINGS = Calibration(tokens=1536, dtype="fp32")  # three windows, a batch
 
 @pytest.fixture(scope="module")
 def swept() -> Sweep:
-    return sweep(open_checkpoint(MODEL), experts=8, fractions=[0.25, 0.75, 1], layers=[2, 5], calibration=SETTINGS,
+    return sweep(open_checkpoint(MODEL), experts=8, fractions=[0.25, 0.75, 1], layers=[2, 6], calibration=SETTINGS,
                  evaluated=1024)  # fmt: skip
 
 
 def test_a_point_is_the_written_model(swept: Sweep) -> None:
     """The same text, the same carving: but for the rounding of down_proj to bf16."""
     source = open_checkpoint(MODEL)
-    output = carve(source, experts=8, active=6, layers=[2, 5], calibration=SETTINGS)
+    output = carve(source, experts=8, active=6, layers=[2, 6], calibration=SETTINGS)
     found = quality.measure({"source": source, "output": output}, quality.texts(source, 1024, 512))
     (point,) = (p for p in swept.points if (p.method, p.router, p.active) == ("mass", "trained", 6))
     assert swept.perplexity == pytest.approx(found["source"].perplexity["evaluation"], rel=1e-5)
@@ -46,6 +48,29 @@ def test_the_order_of_the_variants(swept: Sweep) -> None:
             assert at["mass", router, active].error < at["random", router, active].error
     assert at["mass", "trained", 6].perplexity < at["mass", "trained", 2].perplexity
     assert at["all", "", 8].perplexity == swept.perplexity and at["all", "", 8].error == 0
+
+
+def test_parts_go_to_the_layers_that_need_them() -> None:
+    """Nearly all of layer 0, few of layer 4; with as many in the mean. The random split has as many in each."""
+    source = open_checkpoint(MODEL)
+    options: dict[str, Any] = {"experts": 8, "layers": [0, 4], "calibration": SETTINGS}
+    found = allocate(source, active=[4], **options)[4]
+    assert sum(found) == 8 and found[0] >= 6
+    each = {a: sweep(source, fractions=[0.5, 1], allocation=a, evaluated=1024, **options) for a in ALLOCATIONS}
+    greedy, uniform = ({(p.method, p.router): p for p in each[a].points} for a in ("greedy", "uniform"))
+    assert greedy["mass", "oracle"].active == found and greedy["mass", "oracle"].fraction == 0.5
+    assert greedy["random", "trained"] == uniform["random", "trained"]
+    for router in ("trained", "oracle"):
+        assert greedy["mass", router].perplexity < uniform["mass", router].perplexity
+
+
+def test_a_layer_that_writes_nothing_needs_no_part() -> None:
+    source = open_checkpoint(MODEL)
+    name = "model.layers.3.mlp.down_proj.weight"
+    quiet = source.tensors[name].map("nearly nothing", lambda t: t * 1e-3)
+    source = source.replace(tensors={**source.tensors, name: quiet})
+    found = allocate(source, experts=8, active=[4, 5], shared=1, layers=[2, 3, 5], calibration=SETTINGS)
+    assert [sum(found[n]) for n in (4, 5)] == [12, 15] and found[4][1] == found[5][1] == 2  # one shared, one to choose
 
 
 def test_layers_and_shared_parts() -> None:

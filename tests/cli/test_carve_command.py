@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,20 @@ def test_options_are_recorded(call: Call, model: Path) -> None:
                 "repair": "none", "seed": 3, "layers": [1]}  # fmt: skip
     assert {k: step[k] for k in expected} == expected
     assert list(ran.json["calibration"][0]) == ["sample", "1"]
+
+
+def test_active_parts_by_layer(call: Call, model: Path) -> None:
+    free = ("--method", "kmeans", "--router", "centroids", "--repair", "none", "--no-verify", "--json")
+    options = ("--experts", "8", *free, *FEW, "--out", model.parent / "out")
+    ran = call("carve", model, "--active", "2,8,6", *options)
+    assert ran.code == 0, ran.err
+    assert ran.json["recipe"][0]["active"] == [2, 8, 6]
+    shutil.rmtree(model.parent / "out")
+    found = call("carve", model, "--active", "6", "--allocation", "greedy", *options)
+    assert found.code == 0, found.err
+    active = found.json["recipe"][0]["active"]
+    assert sum(active) == 18 and len(active) == 3
+    assert "in the mean of the layers" in (model.parent / "out" / "README.md").read_text()
 
 
 def test_a_dry_run_says_what_is_active(call: Call, model: Path) -> None:
@@ -68,6 +83,9 @@ def test_the_table_of_a_sweep(call: Call) -> None:
     (("--plot", "a.png"), ("--plot draws a sweep",)),
     (("--sweep", "50", "--active", "4"), ("--sweep writes nothing", "leave them out")),
     (("--sweep", "50", "--plot", "a.gif"), ("a.gif", ".png, .svg, .pdf")),
+    (("--active", "half"), ("'half'", "16,15,12")),
+    (("--active", "4,5"), ("2 numbers of active parts for 3 layers",)),
+    (("--active", "4,5,6", "--allocation", "greedy"), ("greedy finds", "one number")),
     (("--experts", "7"), ("7 experts do not divide 64 neurons", "2, 4, 8 would")),
 ])  # fmt: skip
 def test_wrong_usage(options: tuple[str, ...], words: tuple[str, ...], call: Call, model: Path) -> None:

@@ -204,6 +204,22 @@ def test_one_layer(tmp_path: Path) -> None:
     assert [e["layers"] for e in again.config["surgery_blocks"]] == [[1], [0, 2]]
 
 
+def test_layers_may_have_more_or_fewer_active(tmp_path: Path) -> None:
+    """Each layer routes to as many as it was fitted for; two with the same number share an entry."""
+    source = source_of("llama", tmp_path / "source")
+    output, model = written(source, tmp_path / "out", **CUT | {"active": [2, 8, 2]}, shared=1, router="centroids")
+    assert [(e["layers"], e["top_k"]) for e in output.config["surgery_blocks"]] == [([0, 2], 1), ([1], 7)]
+    assert [layer.mlp.router.top_k for layer in model.model.layers] == [1, 7, 1]
+    assert output.steps[-1].parameters["active"] == [2, 8, 2] and not output.exact
+    assert "2 to 8 of 8 parts of an MLP, 50% of its neurons" in output.steps[-1].notes[0]
+    same = {"active": [4, 4, 4], "router": "centroids"}
+    assert carve(source, **CUT | same).steps == carve(source, **CUT | {"router": "centroids"}).steps
+    with pytest.raises(UsageError, match="2 numbers of active parts for 3 layers"):
+        carve(source, **CUT | {"active": [4, 4]})
+    with pytest.raises(UsageError, match="9 active parts of 8"):
+        carve(source, **CUT | {"active": [4, 4, 9]})
+
+
 def test_an_interrupted_carving_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = source_of("llama", tmp_path / "source")
     fitted: list[int] = []
