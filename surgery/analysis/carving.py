@@ -29,6 +29,7 @@ from surgery.checkpoint import Checkpoint
 from surgery.errors import UsageError
 from surgery.operations import carve, carving, repair
 from surgery.operations.cut import Cut, average
+from surgery.operations.sound import gathered
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 ALLOCATIONS = ("uniform", "greedy")
@@ -99,7 +100,7 @@ def sweep(checkpoint: Checkpoint, *, experts: int = 16, fractions: Sequence[floa
     oracle. `random`: without it, by `method` alone. Parts are as in `carve`; of `shared`, one fewer than active at most.
     `allocation` "greedy": by `method` with as many active by layer as `allocate` finds; at random with as many in each.
     """
-    settings = calibration or Calibration()
+    settings, checkpoint = calibration or Calibration(), gathered(checkpoint)
     counts = {_parts(wanted, experts) for wanted in fractions}
     each: dict[int, int | list[int]] = {count: count for count in counts}
     if allocation == "greedy":
@@ -148,7 +149,7 @@ def allocate(checkpoint: Checkpoint, *, experts: int, active: Collection[int], s
 
     Shapes and options are those of `carve`, which takes what is found as `active`.
     """
-    settings = calibration or Calibration()
+    settings, checkpoint = calibration or Calibration(), gathered(checkpoint)
     sample = settings.sample(checkpoint)
     rows = max(1, ALLOCATION_TOKENS // sample.input_ids.shape[1])
     sample = dataclasses.replace(sample, input_ids=sample.input_ids[:rows])

@@ -93,7 +93,7 @@ def meta_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, devic
 def decoder_layers(model: Any, blocks: Blocks) -> tuple[str, nn.ModuleList]:
     """The language model's ModuleList of decoder layers, and its name in the model."""
     for name, module in model.named_modules():
-        wanted = isinstance(module, nn.ModuleList) and name.split(".")[-1] == blocks.family.layers
+        wanted = isinstance(module, nn.ModuleList) and f".{name}".endswith(f".{blocks.family.layers}")
         if wanted and len(module) == blocks.count and not _other_modality(name):
             return name, module
     raise SurgeryError(f"{type(model).__name__} has no list of {blocks.count} decoder layers named {blocks.family.layers}",

@@ -38,7 +38,7 @@ _LISTS = {
     "no_rope_layers": "integer",
     "mlp_only_layers": "integer",
 }
-KINDS = ("sparse", "experts", "spline", "memory")  # of blocks: the code that travels, surgery/modeling
+KINDS = ("gathered", "sparse", "experts", "spline", "memory")  # of blocks: the code that travels, surgery/modeling
 _PATHS, _SIZES = ("mlp", "gate", "up", "down"), ("experts", "width", "top_k", "shared_neurons")
 _BLOCK: Schema = {
     "type": "object",

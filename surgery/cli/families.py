@@ -48,14 +48,14 @@ def _rows() -> list[dict[str, Any]]:
     from surgery.families import known
     from surgery.families.targets import ROUTES
 
-    blocks = {f.model_type: bool(f.mlp) and not f.is_moe for f in known().values()}  # a module that another can replace
+    blocks = {f.model_type: not f.is_moe for f in known().values()}
     return [
         {
             "model_type": f.model_type,
             "mlp": ("experts, " if f.is_moe else "") + ("gated" if f.gated else "plain"),
             "activation": f.activation,
             "upcycle": [r.target for r in ROUTES if r.source == f.model_type] + ["surgery"] * blocks[f.model_type],
-            "relufy": ["stock"] * bool(f.activation_key) + ["with code"] * blocks[f.model_type],
+            "relufy": ["stock"] * bool(f.activation_key) + ["with code"] * bool(f.mlp and blocks[f.model_type]),
             "blocks": blocks[f.model_type],
         }
         for f in known().values()

@@ -78,10 +78,8 @@ def _named(blocks: Blocks, target: str) -> list[Route]:
 
 def _travelling(blocks: Blocks, shape: Shape, shared: int | None, chosen: Sequence[int], why: str = "") -> Choice:
     """The block that travels; `why` no architecture is taken. Raises SurgeryError where it cannot hold the model either."""
-    source, fitted = blocks.family.model_type, resolve(SURGERY, shape, shared)
+    fitted = resolve(SURGERY, shape, shared)
     bad = f"the block of surgery {found}" if (found := misfit(SURGERY, fitted, chosen, blocks.count)) else ""
-    if not blocks.family.mlp:
-        bad = f"{source} keeps its MLP's matrices in the layer itself, where no block can take their place"
     if bad:
         raise SurgeryError(f"{why}; {bad}" if why else bad, "ask for another shape, or give another model")
     return Choice(

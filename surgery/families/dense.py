@@ -121,7 +121,7 @@ DENSE: dict[str, Family] = {
         Family(model_type="hunyuan_v1_dense", defaults=_HUNYUAN),
         _plain("gpt2", "mlp.c_fc", "mlp.c_proj", layers="h", pre_norms=("ln_1", "ln_2"), transposed=True, hidden_key="n_embd", width_key="n_inner",
                layers_key="n_layer", activation_key="activation_function", activation="gelu_new"),
-        _plain("opt", "fc1", "fc2", mlp="", pre_norms=(), width_key="ffn_dim", activation_key="activation_function",
+        _plain("opt", "fc1", "fc2", layers="decoder.layers", mlp="", loose=("fc1", "activation_fn", "fc2"), pre_norms=(), width_key="ffn_dim", activation_key="activation_function",
                activation="relu"),
         _plain("gpt_neox", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", activation="gelu"),
         _plain("falcon", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", layers="h", pre_norms=(), width_key="ffn_hidden_size",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from surgery.checkpoint import Checkpoint, LazyTensor, concatenate
@@ -34,8 +34,9 @@ class Family:
     post_norm: str | None = None  # the norm between the MLP's output and the residual stream
     pre_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # what attention and the MLP read
     bias_key: str | None = None  # the config key that gives gate, up and down biases
-    layers: str = "layers"  # the name of the ModuleList of decoder layers
+    layers: str = "layers"  # the ModuleList of decoder layers, in the body of the model
     mlp: str = "mlp"  # the module; "" where its parts stand in the layer itself
+    loose: tuple[str, ...] = ()  # these parts, in the order in which the layer applies them
     gate: str | None = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
@@ -66,6 +67,12 @@ class Family:
             elif out.get(key) is None:
                 out[key] = default(Config(config))
         return out
+
+    @property
+    def gathered(self) -> Family:
+        """The family where our code has put loose parts in a module, in the place of the first (modeling/gathered_mlp.py)."""
+        place = self.loose[0]
+        return replace(self, mlp=place, up=f"{place}.{self.up}", down=f"{place}.{self.down}", loose=())
 
     @property
     def gated(self) -> bool:
@@ -198,7 +205,8 @@ def find(config: Mapping[str, Any]) -> Family:
     table = known()
     for t in types:
         if t in table:
-            return table[t]
+            operated = OPERATED + t in stated
+            return table[t].gathered if operated and table[t].loose else table[t]
     if not types:
         raise SurgeryError("config.json has no model_type", "is this a Hugging Face checkpoint?")
     near = difflib.get_close_matches(types[0], table, 3)

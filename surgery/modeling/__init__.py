@@ -17,6 +17,7 @@ from surgery.families import OPERATED, Family
 
 SHELL = "modeling_surgery.py"
 KINDS: Mapping[str, tuple[str, str]] = {  # kind -> file, class
+    "gathered": ("gathered_mlp", "GatheredMLP"),
     "sparse": ("sparse_mlp", "SparseMLP"),
     "experts": ("experts_mlp", "ExpertsMLP"),
     "spline": ("spline_mlp", "SplineMLP"),
@@ -37,6 +38,11 @@ def base_type(config: Mapping[str, Any]) -> str:
 def kinds(config: Mapping[str, Any]) -> list[str]:
     """The kinds of block in a config, each once."""
     return list(dict.fromkeys(entry["kind"] for entry in config.get("surgery_blocks") or ()))
+
+
+def changed(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The entries of a config but for those that only gather the parts of MLPs, and change nothing."""
+    return [entry for entry in config.get("surgery_blocks") or () if entry["kind"] != "gathered"]
 
 
 def shared(config: Mapping[str, Any], index: int | None = None) -> list[str]:
@@ -85,7 +91,7 @@ def config_changes(config: Mapping[str, Any], entries: Iterable[Mapping[str, Any
     if config.get("auto_map", AUTO_MAP) != AUTO_MAP:
         raise SurgeryError(f"this {base} brings code of its own, which ours would replace", "give a model without")
     for entry in map(dict, entries):
-        for old in blocks:
+        for old in (b for b in blocks if b["kind"] != "gathered"):
             same, both = old["kind"] == entry["kind"], {old["kind"], entry["kind"]}
             again = sorted(set(old["layers"]) & set(entry["layers"]))
             if again and same:
@@ -148,6 +154,11 @@ def entry(family: Family, kind: str, layers: Iterable[int], **spec: Any) -> dict
     gate, up, down = ((path or "").removeprefix(family.mlp + ".") for path in (family.gate, family.up, family.down))
     return {"kind": kind, "layers": sorted(layers), "stack": family.layers, "mlp": family.mlp, "gate": gate, "up": up,
             "down": down, "fused": family.fused_gate_up, "transposed": family.transposed, **spec}  # fmt: skip
+
+
+def gathered(family: Family, layers: Iterable[int]) -> dict[str, Any]:
+    """An entry for the block of gathered_mlp.py, of a family whose MLPs stand in the layer itself."""
+    return {**entry(family.gathered, "gathered", layers), "parts": list(family.loose)}
 
 
 def sparse(family: Family, layers: Iterable[int], *, rule: str, activation: str, per_neuron: bool = False,

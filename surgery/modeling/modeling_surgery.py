@@ -5,7 +5,7 @@ BASE is the model_type of the source. `surgery_blocks` of config.json is a list 
     {"kind": "sparse", "layers": [0, 1], "stack": "layers", "mlp": "mlp", ...}
 
 and each puts a block of its kind in the place of the module `mlp` of these layers of the list `stack`; the block is
-built from the module that was there, and entries are applied in order. A ReLU follows the norms that `relu_after` names.
+built from the module that was there, or from the layer where it is of `parts` of that, and entries are applied in order. A ReLU follows the norms that `relu_after` names.
 
 Two checkpoints have the same file but for what is imported from beside it, BASE and BLOCKS.
 """
@@ -67,6 +67,9 @@ class SurgeryModel(_Operated, _Model):
         for entry in config.surgery_blocks:
             layers = [self.get_submodule(entry["stack"])[index] for index in entry["layers"]]
             _share(self, entry, [_operate(layer, entry, config) for layer in layers])
+        for inner in self.children():  # OPT's decoder is a model too, and would begin its layers by its own rule
+            if hasattr(inner, "_init_weights"):
+                inner._init_weights = self._init_weights
         self.post_init()
 
 
@@ -84,7 +87,8 @@ class SurgeryForCausalLM(_Operated, _CausalLM):
 
 def _operate(layer: nn.Module, entry: dict[str, Any], config: Any) -> nn.Module:
     """Puts a block in its place, and returns it."""
-    block: nn.Module = BLOCKS[entry["kind"]](getattr(layer, entry["mlp"]), entry, config)
+    base = layer if "parts" in entry else getattr(layer, entry["mlp"])
+    block: nn.Module = BLOCKS[entry["kind"]](base, entry, config)
     setattr(layer, entry["mlp"], block)
     for norm in entry.get("relu_after", ()):
         layer.get_submodule(norm).register_forward_hook(_relu)

@@ -22,7 +22,15 @@ from surgery.checkpoint.tensors import derive
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, Mlp, locate
 from surgery.operations.cut import Cut
-from surgery.operations.sound import bypass_rank, chosen_layers, fit_nbytes, require_plain, require_whole, with_blocks
+from surgery.operations.sound import (
+    bypass_rank,
+    chosen_layers,
+    fit_nbytes,
+    gathered,
+    require_plain,
+    require_whole,
+    with_blocks,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,13 +115,13 @@ def carve(checkpoint: Checkpoint, *, experts: int = 16, active: int | Sequence[i
         layers: default all.
         calibration: what groups, routers and the repair are fitted on; see `Calibration`.
 
-    Raises SurgeryError where the family keeps its MLP in no module, or a layer was operated on already.
+    Raises SurgeryError for a mixture of experts, or where a layer was operated on already.
     """
     active = max(shared + 1, experts * 3 // 4) if active is None else active
     each = [active] if isinstance(active, int) else list(active)
     for number in each:
         _check_options(experts, number, shared, method, router, repair)
-    exact = all(number == experts for number in each)
+    exact, checkpoint = all(number == experts for number in each), gathered(checkpoint)
     job = check(checkpoint, experts=experts, active=active, shared=shared, method=method, router=router,
                 repair="none" if exact else repair, bypass=bypass, seed=seed, layers=layers,
                 calibration=Calibration.of(calibration))  # fmt: skip
@@ -150,7 +158,7 @@ def check(checkpoint: Checkpoint, *, calibration: Calibration, active: int | Seq
     blocks = locate(checkpoint)
     require_whole(blocks)
     chosen = chosen_layers(blocks, layers)
-    for entry in checkpoint.config.get("surgery_blocks") or ():
+    for entry in modeling.changed(checkpoint.config):
         if both := sorted(set(entry["layers"]) & set(chosen)):
             raise SurgeryError(f"layer {both[0]} has a {entry['kind']} block already", "give the model from before that, or leave the layer out")  # fmt: skip
     if blocks.family.is_moe:

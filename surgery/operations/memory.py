@@ -23,7 +23,7 @@ from surgery.checkpoint import Checkpoint, LazyTensor, Step, Work
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, Mlp, locate
 from surgery.operations import memory_init as init_of
-from surgery.operations.sound import chosen_layers, require_plain, require_whole, with_blocks
+from surgery.operations.sound import chosen_layers, gathered, require_plain, require_whole, with_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,9 +93,9 @@ def memory(checkpoint: Checkpoint, *, layers: Collection[int] | str | None = Non
         seed: of what is drawn.
         calibration: what a memory in the MLP's place is fitted on; see `Calibration`.
 
-    Raises SurgeryError where a family keeps its MLP in no module, or a layer was operated on already.
+    Raises SurgeryError for a mixture of experts, or where a layer was operated on already.
     """
-    calibrated = Calibration.of(calibration)
+    calibrated, checkpoint = Calibration.of(calibration), gathered(checkpoint)
     blocks = _source(checkpoint)
     init = init or ("slots" if place == "replace" else "random")
     sizes = {"slots": slots, "heads": heads, "knn": knn, "key_dim": key_dim}
@@ -164,7 +164,7 @@ def _chosen(
 
 def _require_free(checkpoint: Checkpoint, layers: Collection[int], place: str) -> None:
     """A memory in the MLP's place is made of a plain MLP; beside it, of whatever is there but another memory."""
-    for entry in checkpoint.config.get("surgery_blocks") or ():
+    for entry in modeling.changed(checkpoint.config):
         if place == "replace" and (both := sorted(set(entry["layers"]) & set(layers))):
             raise SurgeryError(f"layer {both[0]} has a {entry['kind']} block already", "leave that layer out")
 

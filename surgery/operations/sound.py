@@ -9,7 +9,7 @@ from surgery import modeling
 from surgery.checkpoint import Checkpoint, InlineFile, LazyTensor
 from surgery.checkpoint.tensors import FLOATS
 from surgery.errors import SurgeryError, UsageError
-from surgery.families import Blocks
+from surgery.families import Blocks, locate
 
 HEADS = ("lm_head.weight", "embed_out.weight")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -40,9 +40,7 @@ def require_whole(blocks: Blocks) -> None:
         raise SurgeryError(f"the checkpoint has no embedding ({', '.join(EMBEDDINGS)})", _INCOMPLETE)
     if blocks.family.is_moe:
         return  # its layers differ by design
-    operated = {
-        i for entry in blocks.checkpoint.config.get("surgery_blocks") or () for i in entry["layers"]
-    }  # have their own
+    operated = {i for entry in modeling.changed(blocks.checkpoint.config) for i in entry["layers"]}  # have their own
     layers = {i: blocks.layer(i) for i in range(blocks.count) if i not in operated}
     parts = {n.removeprefix(start) for i, start in layers.items() for n in blocks.names(i)}
     for i, start in layers.items():
@@ -71,6 +69,21 @@ def with_blocks(checkpoint: Checkpoint, entries: Iterable[Mapping[str, Any]]) ->
     code = modeling.files(modeling.base_type(config), modeling.kinds(config))
     files = (*(f for f in checkpoint.files if f.name not in code), *(InlineFile(n, data) for n, data in code.items()))
     return {"config": config, "files": files, "custom_code": True}
+
+
+def gathered(checkpoint: Checkpoint) -> Checkpoint:
+    """The same model, where its class keeps the parts of MLPs in the layer itself (OPT): they are put into a module, that a block
+    can take the place of. The code that does so goes along."""
+    blocks = locate(checkpoint)
+    if not blocks.family.loose:
+        return checkpoint
+    entry = modeling.gathered(blocks.family, range(blocks.count))
+    names = {
+        f"{blocks.layer(i)}{part}.{kind}": f"{blocks.layer(i)}{entry['mlp']}.{part}.{kind}"
+        for i in range(blocks.count) for part in entry["parts"] for kind in ("weight", "bias")
+    }  # fmt: skip
+    tensors = {names.get(name, name): t for name, t in checkpoint.tensors.items()}
+    return checkpoint.replace(tensors=tensors, **with_blocks(checkpoint, [entry]))
 
 
 def drop_tied_head(checkpoint: Checkpoint, tied: bool) -> tuple[Checkpoint, list[str]]:

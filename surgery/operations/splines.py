@@ -14,7 +14,7 @@ from surgery import modeling
 from surgery.checkpoint import Checkpoint, LazyTensor, Step, constant, derive
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, locate
-from surgery.operations.sound import chosen_layers, require_plain, require_whole, with_blocks
+from surgery.operations.sound import chosen_layers, gathered, require_plain, require_whole, with_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,10 +36,11 @@ def splinify(checkpoint: Checkpoint, *, kind: str = "spline", grid: int | None =
             "channel", but "layer" of straight lines.
         layers: default all.
 
-    Raises SurgeryError where the family keeps its MLP in no module, or a layer was operated on already.
+    Raises SurgeryError for a mixture of experts, or where a layer was operated on already.
     """
     grid = GRIDS.get(kind, 0) if grid is None else grid
     groups = groups or ("layer" if kind == "linear" else "channel")
+    checkpoint = gathered(checkpoint)
     blocks = _check(checkpoint, kind, grid, range, layers)
     chosen = chosen_layers(blocks, layers)
     width = blocks.mlp(chosen[0]).width
@@ -82,7 +83,7 @@ def _check(checkpoint: Checkpoint, kind: str, grid: int, range: float, layers: C
     require_plain(checkpoint)
     blocks = locate(checkpoint)
     require_whole(blocks)
-    for entry in checkpoint.config.get("surgery_blocks") or ():
+    for entry in modeling.changed(checkpoint.config):
         if both := sorted(set(entry["layers"]) & set(chosen_layers(blocks, layers))):
             raise SurgeryError(f"layer {both[0]} has a {entry['kind']} block, whose activation is its own",
                                "give the model from before that, or leave the layer out")  # fmt: skip

@@ -34,7 +34,7 @@ from surgery.operations.experts import (
     shared_expert,
 )
 from surgery.operations.routers import Beginning, Mixture, router_rows, work_of
-from surgery.operations.sound import chosen_layers, drop_tied_head, require_plain, require_whole, with_blocks
+from surgery.operations.sound import chosen_layers, drop_tied_head, gathered, require_plain, require_whole, with_blocks
 
 ATTENTION = ("base", "average")
 COPIES, ACTIVE = 8, 2  # by default
@@ -67,6 +67,12 @@ class _Job:
     layers: tuple[int, ...]
     choice: Choice
     start: Start
+
+    @property
+    def router(self) -> str:
+        """Where a layer has its router's rows."""
+        path = self.choice.target.router
+        return path if self.choice.target.place else path.replace("mlp", self.source.family.mlp, 1)
 
 
 def upcycle(checkpoint: Checkpoint, *, experts: int | None = None, top_k: int | None = None, granularity: int = 1,
@@ -118,9 +124,11 @@ def _job(checkpoint: Checkpoint, shape: Shape, shared: int | None, layers: Colle
          start: Start) -> tuple[Checkpoint, _Job, list[str]]:  # fmt: skip
     """The source without a head that is tied, what is to be done, and what is to be said of the head."""
     require_plain(checkpoint)
+    require_whole(locate(checkpoint))
+    _require_stock(checkpoint, locate(checkpoint))
+    checkpoint = gathered(checkpoint)
     blocks = locate(checkpoint)
-    require_whole(blocks)
-    _require_stock(checkpoint, blocks)
+    start = dataclasses.replace(start, models=tuple(map(gathered, start.models)))
     config = _effective(checkpoint)
     chosen = _chosen(blocks, layers)
     if not blocks.family.is_moe:
@@ -241,14 +249,14 @@ def _block(job: _Job, index: int, work: Work | None) -> dict[str, LazyTensor]:
     """The block of one layer, by name."""
     target, s, layer, mlp = job.choice.target, job.choice.shape, job.trunk.layer(index), job.trunk.mlp(index)
     dtype = mlp.up.dtype
-    router = router_rows(job.start.router, layer + target.router, index, s, mlp.up.shape[1],
+    router = router_rows(job.start.router, layer + job.router, index, s, mlp.up.shape[1],
                          "F32" if target.router_fp32 else dtype, work)  # fmt: skip
     if target.place is None:
-        return {**job.trunk.restored(index, _wide(job, index)), layer + target.router: router}
+        return {**job.trunk.restored(index, _wide(job, index)), layer + job.router: router}
     new = target.place(_experts(job, index))
     if (shared := shared_expert(mlp, target, s)) is not None and target.shared and target.shared.place:
         new |= target.shared.place([shared])
-    new |= {**target.extra(s.experts, dtype), target.router: router}
+    new |= {**target.extra(s.experts, dtype), job.router: router}
     return {layer + path: tensor for path, tensor in new.items()}
 
 
@@ -332,7 +340,7 @@ def _always_whole(job: _Job, tensors: Mapping[str, LazyTensor]) -> bool:
     target, router = job.choice.target, job.start.router
     if whole_copies(target, job.choice.shape):
         return True
-    dtypes = {t.dtype for n, t in tensors.items() if n.endswith(target.router)}
+    dtypes = {t.dtype for n, t in tensors.items() if n.endswith(job.router)}
     return (target.router_fp32 or dtypes == {"F32"}) and router.kind != "zero" and router.std > 0
 
 

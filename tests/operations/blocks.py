@@ -63,5 +63,5 @@ def assert_same_by_4(found: dict[str, Any], files: list[str]) -> None:
     limit = 1e-5 * max(1.0, found["std"])
     assert found["keys"] == {} and found["class"] == "SurgeryForCausalLM" and found["not_finite"] == []
     assert found["delta"] <= limit and found["same_tokens"]
-    assert found["again"] <= limit and found["files"] == files
+    assert found["again"] <= limit and sorted({*found["files"]} - {"gathered_mlp.py"}) == files  # OPT's
     assert found["dtypes"] == ["torch.bfloat16"]

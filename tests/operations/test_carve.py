@@ -47,7 +47,7 @@ def written(source: Checkpoint, folder: Path, **options: Any) -> tuple[Checkpoin
 
 PARITY = [("llama", "random", "centroids", 0), ("qwen2", "kmeans", "centroids", 0), ("gemma3_text", "mass", "trained", 2),
           ("phi3", "coactivation", "trained", 1), ("gpt2", "cmoe", "analytic", 2), ("falcon", "mass", "analytic", 0),
-          ("gpt_neox", "kmeans", "trained", 3), ("nemotron", "random", "trained", 1), ("llama tied", "cmoe", "analytic", 3)]  # fmt: skip
+          ("gpt_neox", "kmeans", "trained", 3), ("opt", "mass", "trained", 1), ("nemotron", "random", "trained", 1), ("llama tied", "cmoe", "analytic", 3)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "method", "router", "shared"), PARITY)
@@ -275,8 +275,3 @@ def test_impossible_options(options: dict[str, Any], kind: type[Exception], seen
     with pytest.raises(kind) as caught:
         carve(open_checkpoint(MODEL), **options)
     assert seen in str(caught.value)
-
-
-def test_opt_has_no_block_to_take_the_place_of(tmp_path: Path) -> None:
-    with pytest.raises(SurgeryError, match="no module"):
-        carve(source_of("opt", tmp_path), **CUT)

@@ -24,7 +24,7 @@ from surgery.operations.splines import splinify
 from surgery.verification import verify
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    name: (name, {}) for name in ("llama tied", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "falcon", "nemotron",
+    name: (name, {}) for name in ("llama tied", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "falcon", "opt", "nemotron",
                                   "granite", "olmo2")
 } | {
     "llama, one function a layer": ("llama", {"groups": "layer", "grid": 64, "range": 4.0}),

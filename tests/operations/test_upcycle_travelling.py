@@ -26,7 +26,7 @@ from surgery.verification import verify
 
 FINE: dict[str, Any] = {"granularity": 4, "experts": 12, "top_k": 6, "shared": 1}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    name: (name, {}) for name in ("gemma2", "gemma3_text", "gpt2", "gpt_neox", "falcon", "nemotron")
+    name: (name, {}) for name in ("gemma2", "gemma3_text", "gpt2", "gpt_neox", "falcon", "nemotron", "opt")
 } | {
     "smollm3, mlp biases": ("smollm3", {"config": {"mlp_bias": True}}),
     "llama tied, mlp biases, one layer": ("llama tied", {"config": {"mlp_bias": True}, "layers": [1]}),
@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {"target": "surgery", "router": "zero"}),
     "gemma3_text, fine": ("gemma3_text", FINE),
     "gpt2, fine": ("gpt2", FINE),
+    "opt, fine, one layer": ("opt", {**FINE, "layers": [1]}),
     "phi3, fine": ("phi3", {"target": "surgery", **FINE}),
     "olmo2, fine, k=E": ("olmo2", {"target": "surgery", "granularity": 3, "experts": 12, "top_k": 12}),
 }  # fmt: skip
@@ -94,7 +95,14 @@ def test_it_computes_what_the_source_does(name: str, shop: Shop) -> None:
     assert {b.router.top_k for b in blocks} == {options.get("top_k", 2)}
 
 
-VERIFIED = ("gemma3_text", "gpt2, fine", "falcon", "phi3 with longrope", "llama tied, mlp biases, one layer")
+VERIFIED = (
+    "gemma3_text",
+    "gpt2, fine",
+    "falcon",
+    "opt, fine, one layer",
+    "phi3 with longrope",
+    "llama tied, mlp biases, one layer",
+)
 
 
 @pytest.mark.parametrize("name", VERIFIED)
@@ -259,4 +267,5 @@ def test_transformers_4_gives_the_same(name: str, found_by_4: dict[str, Any]) ->
     limit = 1e-5 * max(1.0, found["std"])
     assert found["keys"] == {} and found["class"] == "SurgeryForCausalLM"
     assert found["delta"] <= limit and found["same_tokens"] and found["again"] <= limit
-    assert found["files"] == ["experts_mlp.py", "modeling_surgery.py"] and found["not_finite"] == []
+    gathers = ["gathered_mlp.py"] if name.startswith("opt") else []
+    assert found["files"] == ["experts_mlp.py", *gathers, "modeling_surgery.py"] and found["not_finite"] == []
