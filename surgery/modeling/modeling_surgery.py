@@ -5,7 +5,7 @@ BASE is the model_type of the source. `surgery_blocks` of config.json is a list 
     {"kind": "sparse", "layers": [0, 1], "stack": "layers", "mlp": "mlp", ...}
 
 and each puts a block of its kind in the place of the module `mlp` of these layers of the list `stack`; the block is
-built from the module that was there, or from the layer where it is of `parts` of that, and entries are applied in order. A ReLU follows the norms that `relu_after` names.
+built from the module that was there (or from `parts` of the layer), and entries are applied in order. A ReLU follows the norms that `relu_after` names.
 
 Two checkpoints have the same file but for what is imported from beside it, BASE and BLOCKS.
 """

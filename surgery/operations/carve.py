@@ -21,13 +21,12 @@ from surgery.checkpoint import Checkpoint, LazyTensor, Step, Work
 from surgery.checkpoint.tensors import derive
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, Mlp, locate
-from surgery.operations.cut import Cut
+from surgery.operations.cut import Cut, average
 from surgery.operations.sound import (
     bypass_rank,
     chosen_layers,
     fit_nbytes,
     gathered,
-    require_plain,
     require_whole,
     with_blocks,
 )
@@ -118,12 +117,10 @@ def carve(checkpoint: Checkpoint, *, experts: int = 16, active: int | Sequence[i
     Raises SurgeryError for a mixture of experts, or where a layer was operated on already.
     """
     active = max(shared + 1, experts * 3 // 4) if active is None else active
-    each = [active] if isinstance(active, int) else list(active)
-    for number in each:
-        _check_options(experts, number, shared, method, router, repair)
-    exact, checkpoint = all(number == experts for number in each), gathered(checkpoint)
+    _check_names(method, router, repair)
+    checkpoint = gathered(checkpoint)
     job = check(checkpoint, experts=experts, active=active, shared=shared, method=method, router=router,
-                repair="none" if exact else repair, bypass=bypass, seed=seed, layers=layers,
+                repair="none" if average(active) == experts else repair, bypass=bypass, seed=seed, layers=layers,
                 calibration=Calibration.of(calibration))  # fmt: skip
     work = _work(checkpoint, job)
     parameters = {k: v for k, v in dataclasses.asdict(job.cut).items() if k != "bypass" or v} | {"active": job.active}
@@ -140,10 +137,13 @@ def carve(checkpoint: Checkpoint, *, experts: int = 16, active: int | Sequence[i
 # --- what is asked for --------------------------------------------------------------------------------------------------
 
 
-def _check_options(experts: int, active: int, shared: int, method: str, router: str, repair: str) -> None:
+def _check_names(method: str, router: str, repair: str) -> None:
     for what, value, known in (("method", method, METHODS), ("router", router, ROUTERS), ("repair", repair, REPAIRS)):
         if value not in known:
             raise UsageError(f"unknown {what} {value!r}", f"one of: {', '.join(known)}")
+
+
+def _check_parts(experts: int, active: int, shared: int) -> None:
     if not 0 <= shared <= experts - 2:
         raise UsageError(f"{shared} shared parts of {experts}", "two at least must be left to choose between")
     if not shared < active <= experts:
@@ -154,7 +154,8 @@ def _check_options(experts: int, active: int, shared: int, method: str, router: 
 def check(checkpoint: Checkpoint, *, calibration: Calibration, active: int | Sequence[int], layers: Collection[int] | None = None,
           bypass: int | str = 0, **options: Any) -> Job:  # fmt: skip
     """The job, checked against the checkpoint; `options` are those of Cut, `active` as in `carve`. Raises SurgeryError where it cannot be carved so."""
-    require_plain(checkpoint)
+    for number in [active] if isinstance(active, int) else active:
+        _check_parts(options["experts"], number, options["shared"])
     blocks = locate(checkpoint)
     require_whole(blocks)
     chosen = chosen_layers(blocks, layers)

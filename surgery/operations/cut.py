@@ -39,4 +39,4 @@ class Cut:
 
 def average(active: int | Sequence[int]) -> float:
     """Of what `carve` takes as `active`: a number for every layer, or one for each."""
-    return active if isinstance(active, int) else sum(active) / len(active)
+    return active if isinstance(active, int) else sum(active) / max(1, len(active))

@@ -23,7 +23,7 @@ from surgery.checkpoint import Checkpoint, LazyTensor, Step, Work
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, Mlp, locate
 from surgery.operations import memory_init as init_of
-from surgery.operations.sound import chosen_layers, gathered, require_plain, require_whole, with_blocks
+from surgery.operations.sound import chosen_layers, gathered, require_whole, with_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,7 +133,6 @@ def _parameters(job: _Job, options: Mapping[str, Any], reads: float) -> dict[str
 
 
 def _source(checkpoint: Checkpoint) -> Blocks:
-    require_plain(checkpoint)
     blocks = locate(checkpoint)
     require_whole(blocks)
     modeling.entry(blocks.family, "memory", [])  # raises where no block can take the MLP's place

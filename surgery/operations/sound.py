@@ -73,7 +73,8 @@ def with_blocks(checkpoint: Checkpoint, entries: Iterable[Mapping[str, Any]]) ->
 
 def gathered(checkpoint: Checkpoint) -> Checkpoint:
     """The same model, where its class keeps the parts of MLPs in the layer itself (OPT): they are put into a module, that a block
-    can take the place of. The code that does so goes along."""
+    can take the place of. The code that does so goes along. Raises SurgeryError as `require_plain` does."""
+    require_plain(checkpoint)
     blocks = locate(checkpoint)
     if not blocks.family.loose:
         return checkpoint

@@ -14,7 +14,7 @@ from surgery import modeling
 from surgery.checkpoint import Checkpoint, LazyTensor, Step, constant, derive
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, locate
-from surgery.operations.sound import chosen_layers, gathered, require_plain, require_whole, with_blocks
+from surgery.operations.sound import chosen_layers, gathered, require_whole, with_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +80,6 @@ def _check(checkpoint: Checkpoint, kind: str, grid: int, range: float, layers: C
         raise UsageError(f"a grid of {grid} cells", f"give {CELLS[0]} to {CELLS[1]}")
     if not 0 < range < float("inf"):
         raise UsageError(f"a range of {range}", "give what the grid reaches to, like 8")
-    require_plain(checkpoint)
     blocks = locate(checkpoint)
     require_whole(blocks)
     for entry in modeling.changed(checkpoint.config):

@@ -124,10 +124,10 @@ def _job(checkpoint: Checkpoint, shape: Shape, shared: int | None, layers: Colle
          start: Start) -> tuple[Checkpoint, _Job, list[str]]:  # fmt: skip
     """The source without a head that is tied, what is to be done, and what is to be said of the head."""
     require_plain(checkpoint)
-    require_whole(locate(checkpoint))
-    _require_stock(checkpoint, locate(checkpoint))
+    _require_stock(checkpoint)
     checkpoint = gathered(checkpoint)
     blocks = locate(checkpoint)
+    require_whole(blocks)
     start = dataclasses.replace(start, models=tuple(map(gathered, start.models)))
     config = _effective(checkpoint)
     chosen = _chosen(blocks, layers)
@@ -194,14 +194,14 @@ def _check_copies(shape: Shape, start: Start) -> None:
         raise UsageError(f"class means of {models} models for {shape.copies} copies", "leave --experts out")
 
 
-def _require_stock(checkpoint: Checkpoint, blocks: Blocks) -> None:
-    kind = str(checkpoint.config.get("model_type"))
+def _require_stock(checkpoint: Checkpoint) -> None:
+    kind, family = str(checkpoint.config.get("model_type")), find(checkpoint.config)
     if kind.startswith(OPERATED):
         raise SurgeryError(f"a {kind} has blocks that its own code computes: no target of upcycle has them",
-                           f"upcycle the {blocks.family.model_type} that it was made of")  # fmt: skip
+                           f"upcycle the {family.model_type} that it was made of")  # fmt: skip
     if checkpoint.config.get("text_config"):
         raise SurgeryError(f"{checkpoint.config.get('model_type')} is multimodal: no target of upcycle holds its other towers",
-                           f"give its language model, a {blocks.family.model_type}, as a checkpoint of its own")  # fmt: skip
+                           f"give its language model, a {family.model_type}, as a checkpoint of its own")  # fmt: skip
 
 
 def _layers(layers: Collection[int] | None, dense_first: int) -> Collection[int] | range | None:

@@ -216,6 +216,8 @@ def test_layers_may_have_more_or_fewer_active(tmp_path: Path) -> None:
     assert carve(source, **CUT | same).steps == carve(source, **CUT | {"router": "centroids"}).steps
     with pytest.raises(UsageError, match="2 numbers of active parts for 3 layers"):
         carve(source, **CUT | {"active": [4, 4]})
+    with pytest.raises(UsageError, match="0 numbers of active parts for 3 layers"):
+        carve(source, **CUT | {"active": []})
     with pytest.raises(UsageError, match="9 active parts of 8"):
         carve(source, **CUT | {"active": [4, 4, 9]})
 
