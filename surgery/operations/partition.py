@@ -90,7 +90,8 @@ def _chain(
     move: NDArray[numpy.float64], over: NDArray[numpy.bool_], under: NDArray[numpy.bool_], least: float
 ) -> list[int]:
     """The groups on the shortest path from one with too many points to one with too few (Bellman and Ford); a detour must
-    gain `least`."""
+    gain `least`. Paths that are too long by less may add up to a cycle of moves that gains: then it is found, and taken first.
+    """
     distance = numpy.where(over, 0.0, numpy.inf)
     before = numpy.full(len(move), -1)
     for _ in range(len(move)):
@@ -104,6 +105,9 @@ def _chain(
     chain = [int(numpy.where(under, distance, numpy.inf).argmin())]
     while before[chain[-1]] >= 0:
         chain.append(int(before[chain[-1]]))
+        if chain[-1] in chain[:-1]:
+            chain = chain[chain.index(chain[-1]) :]
+            break
     return chain[::-1]
 
 

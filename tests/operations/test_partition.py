@@ -54,6 +54,16 @@ def test_rounding_does_not_move_points_for_ever(seed: int) -> None:
     assert cost[torch.arange(96), label].sum().item() == pytest.approx(best, rel=1e-3)
 
 
+@pytest.mark.parametrize("seed", [9, 12, 15])
+def test_what_rounding_leaves_adds_up_to_no_endless_path(seed: int) -> None:
+    """Costs that differ by less than one of them is rounded by."""
+    cost = torch.randint(0, 8, (128, 16), generator=draw(seed)).double() * 0.8e-10
+    cost[0, 0] = 100.0
+    label = partition.balanced(cost)
+    assert sizes(label, 16) == [8] * 16 and label[0] != 0
+    assert cost[torch.arange(128), label].sum() < 0.1 * cost[1:].mean() * 128
+
+
 def test_points_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="10 points"):
         partition.balanced(torch.zeros(10, 3))
