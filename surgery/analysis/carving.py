@@ -29,10 +29,10 @@ from surgery.checkpoint import Checkpoint
 from surgery.errors import UsageError
 from surgery.operations import carve, carving, repair
 from surgery.operations.cut import Cut, average
+from surgery.operations.relufy import ALLOCATIONS
 from surgery.operations.sound import gathered
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
-ALLOCATIONS = ("uniform", "greedy")
 ALLOCATION_TOKENS = 4096
 EVALUATED = 4096  # tokens
 
@@ -100,6 +100,8 @@ def sweep(checkpoint: Checkpoint, *, experts: int = 16, fractions: Sequence[floa
     oracle. `random`: without it, by `method` alone. Parts are as in `carve`; of `shared`, one fewer than active at most.
     `allocation` "greedy": by `method` with as many active by layer as `allocate` finds; at random with as many in each.
     """
+    if allocation not in ALLOCATIONS:
+        raise UsageError(f"unknown allocation {allocation!r}", f"one of: {', '.join(ALLOCATIONS)}")
     settings, checkpoint = calibration or Calibration(), gathered(checkpoint)
     counts = {_parts(wanted, experts) for wanted in fractions}
     each: dict[int, int | list[int]] = {count: count for count in counts}
@@ -138,7 +140,8 @@ def _parts(fraction: float, experts: int) -> int:
 
 
 def _shared(shared: int, active: int | Sequence[int]) -> int:
-    return min(shared, (active if isinstance(active, int) else min(active)) - 1)
+    """Of the shared parts asked for, as many as leave one that is chosen."""
+    return max(0, min(shared, (active if isinstance(active, int) else min(active)) - 1))
 
 
 def allocate(checkpoint: Checkpoint, *, experts: int, active: Collection[int], shared: int = 0, method: str = "mass", seed: int = 0,

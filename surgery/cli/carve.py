@@ -126,9 +126,9 @@ def _allocate(source: Checkpoint, shared: Converting, active: Any, layers: set[i
     from surgery.analysis.carving import allocate
     from surgery.calibration.settings import Calibration
     from surgery.cli import screen
+    from surgery.operations.cut import usual
 
-    experts = options["experts"]
-    count = experts * 3 // 4 if active is None else active
+    count = usual(options["experts"], options["shared"]) if active is None else active
     known = {name: options[name] for name in ("experts", "shared", "method", "seed")}
     with screen.Bars(quiet=shared.quiet or shared.as_json).stage("allocating", 0, "layer") as progress:
         return allocate(source, active=[count], layers=layers, calibration=Calibration.of(calibration), progress=progress, **known)[count]  # fmt: skip

@@ -21,7 +21,7 @@ from surgery.checkpoint import Checkpoint, LazyTensor, Step, Work
 from surgery.checkpoint.tensors import derive
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, Mlp, locate
-from surgery.operations.cut import Cut, average
+from surgery.operations.cut import Cut, average, usual
 from surgery.operations.sound import (
     bypass_rank,
     chosen_layers,
@@ -116,7 +116,7 @@ def carve(checkpoint: Checkpoint, *, experts: int = 16, active: int | Sequence[i
 
     Raises SurgeryError for a mixture of experts, or where a layer was operated on already.
     """
-    active = max(shared + 1, experts * 3 // 4) if active is None else active
+    active = usual(experts, shared) if active is None else active
     _check_names(method, router, repair)
     checkpoint = gathered(checkpoint)
     job = check(checkpoint, experts=experts, active=active, shared=shared, method=method, router=router,
@@ -173,7 +173,7 @@ def check(checkpoint: Checkpoint, *, calibration: Calibration, active: int | Seq
     rank = bypass_rank(bypass, blocks, options["repair"])
     cuts = {index: Cut(**options, active=number, bypass=rank) for index, number in zip(chosen, each, strict=True)}
     job = Job(blocks=blocks, layers=chosen, cuts=cuts, calibration=calibration)
-    modeling.config_changes(checkpoint.config, job.entries if blocks.family.mlp else [])
+    modeling.config_changes(checkpoint.config, job.entries)
     return job
 
 

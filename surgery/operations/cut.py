@@ -37,6 +37,11 @@ class Cut:
         return not (free and self.router == "centroids" and self.repair == "none")
 
 
+def usual(experts: int, shared: int) -> int:
+    """Parts that are active where nobody says how many: three quarters."""
+    return max(shared + 1, experts * 3 // 4)
+
+
 def average(active: int | Sequence[int]) -> float:
     """Of what `carve` takes as `active`: a number for every layer, or one for each."""
     return active if isinstance(active, int) else sum(active) / max(1, len(active))

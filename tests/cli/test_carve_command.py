@@ -85,6 +85,7 @@ def test_the_table_of_a_sweep(call: Call) -> None:
     (("--sweep", "50", "--plot", "a.gif"), ("a.gif", ".png, .svg, .pdf")),
     (("--active", "half"), ("'half'", "16,15,12")),
     (("--active", "4,5"), ("2 numbers of active parts for 3 layers",)),
+    (("--active", "0", "--allocation", "greedy"), ("0 active parts of 16", "give 1 to 16")),
     (("--active", "4,5,6", "--allocation", "greedy"), ("greedy finds", "one number")),
     (("--experts", "7"), ("7 experts do not divide 64 neurons", "2, 4, 8 would")),
 ])  # fmt: skip
