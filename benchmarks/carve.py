@@ -2,11 +2,11 @@
 
   python benchmarks/carve.py MODEL                                      # 25, 50 and 75% of 16 parts, every method's default
   python benchmarks/carve.py MODEL --active 75 --methods mass cmoe:analytic:3 kmeans:centroids random
-  python benchmarks/carve.py MODEL --relufy relu:ridge --experts 64 --active 30
+  python benchmarks/carve.py MODEL --relufy relu:ridge:full --experts 64 --active 30
   python benchmarks/carve.py MODEL --held 2,15,29 --experts 64          # of these layers, what single neurons would hold
 
 METHOD[:ROUTER[:SHARED]] is carved with its router and with the oracle, on built-in mixed text, and measured on held-out
-speeches, fp32. With --relufy ACTIVATION[-SPARSITY]:REPAIR the model is relufied first, in memory, and that is what the
+speeches, fp32. With --relufy ACTIVATION[-SPARSITY]:REPAIR[:BYPASS] the model is relufied first, in memory, and that is what the
 others are compared with. CPU minutes are of the sweep.
 """
 
@@ -28,9 +28,10 @@ from surgery.operations.relufy import relufy
 
 def relufied(source: Checkpoint, what: str, tokens: int) -> Checkpoint:
     """The model relufied in memory."""
-    swap, _, repair = what.partition(":")
+    swap, repair, bypass, *_ = [*what.split(":"), "", ""]
     activation, _, sparsity = swap.partition("-")
-    options: dict[str, Any] = {"sparsity": float(sparsity)} if sparsity else {}
+    options: dict[str, Any] = {"bypass": int(bypass) if bypass.isdecimal() else bypass or 0}
+    options |= {"sparsity": float(sparsity)} if sparsity else {}
     return relufy(source, activation=activation, repair=repair or "ridge", calibration={"tokens": tokens}, **options)
 
 
@@ -64,7 +65,7 @@ def held(source: Checkpoint, options: argparse.Namespace) -> None:
 
 def _held(source: Checkpoint, index: int, rows: repair.Rows, cut: carving.Cut) -> tuple[str, ...]:
     blocks = carve.locate(source)
-    carved, _ = carving.fit(repair.Neurons.of(blocks.mlp(index), rule="plain", act=blocks.activation), rows, cut, {})
+    carved, _ = carving.fit(repair.Neurons.at(blocks, index), rows, cut, {})
     z, y = rows.z[rows.fitted :], rows.y[rows.fitted :]
     h = repair.Neurons.product(carved, z)
     energy = (h * carved.norm).square()
@@ -86,7 +87,7 @@ def main() -> None:
     parser.add_argument("--repair", default="ridge")
     parser.add_argument("--allocation", default="uniform", choices=("uniform", "greedy"))
     parser.add_argument("--bypass", default="0", help="a rank, or full")
-    parser.add_argument("--relufy", metavar="ACTIVATION[-SPARSITY]:REPAIR")
+    parser.add_argument("--relufy", metavar="ACTIVATION[-SPARSITY]:REPAIR[:BYPASS]")
     parser.add_argument("--relufy-tokens", type=int, default=16384)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--evaluate", type=int, default=4096)

@@ -164,7 +164,7 @@ def allocate(checkpoint: Checkpoint, *, experts: int, active: Collection[int], s
         for n, job in jobs.items():
             if layer.index in job.layers:
                 seen = repair.observe(layer, job.blocks, sample, source, feedback=0.0)
-                neurons = repair.Neurons.of(job.blocks.mlp(layer.index), rule="plain", act=job.blocks.activation, device=layer.device)  # fmt: skip
+                neurons = repair.Neurons.at(job.blocks, layer.index, layer.device)
                 costs[n][layer.index] = carving.costs(neurons, seen, job.cut)
         layer.run()
         progress(1)
@@ -195,9 +195,7 @@ def _advance(stream: _Stream, layer: Layer, sample: Sample, source: Sequence[Ten
         return
     here = dataclasses.replace(layer, hidden=stream.hidden[:fitted])
     rows = repair.observe(here, job.blocks, sample, source)
-    neurons = repair.Neurons.of(
-        job.blocks.mlp(layer.index), rule="plain", act=job.blocks.activation, device=layer.device
-    )
+    neurons = repair.Neurons.at(job.blocks, layer.index, layer.device)
     carved, found = carving.fit(neurons, rows, job.cuts[layer.index], job.entry(layer.index))
     point.recall.append(found.get("recall", 1.0))
     point.mass_recall.append(found.get("mass_recall", 1.0))

@@ -23,13 +23,15 @@ from surgery.families import Family
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """The modules of one layer: a dense MLP (`gate` None: without one; all None: no such MLP), a router, experts."""
+    """The modules of one layer: a dense MLP (`gate` None: without one; all None: no such MLP), a router, experts. `block`: that of
+    surgery/modeling/sparse_mlp.py, which adds to what `down` gives."""
 
     gate: nn.Module | None = None
     up: nn.Module | None = None
     down: nn.Module | None = None
     router: nn.Module | None = None
     experts: nn.Module | None = None
+    block: nn.Module | None = None
 
     @classmethod
     def of(cls, layer: nn.Module, family: Family) -> Parts:
@@ -39,7 +41,9 @@ class Parts:
             return cls(router=own)
         router = _router(layer, family)
         if router is None:
-            return cls(**_dense(layer, {"gate": family.gate, "up": family.up, "down": family.down}))
+            block = getattr(layer, family.mlp, None) if family.mlp else None
+            return cls(**_dense(layer, {"gate": family.gate, "up": family.up, "down": family.down}),
+                       block=block if hasattr(block, "correction") else None)  # fmt: skip
         name, module = router
         block = layer.get_submodule(name.rpartition(".")[0])
         shared = _find(layer, family.shared) if family.shared else None
@@ -151,6 +155,9 @@ def _hooks(taps: Taps) -> Iterator[tuple[nn.Module, Callable[[Any, Any, Any], No
     def down(module: nn.Module, inputs: Any, output: Tensor) -> None:
         caught["product"], caught["output"] = inputs[0], output.clone()  # falcon adds to it in place
 
+    def block(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        caught["output"] = output.clone()
+
     def router(module: nn.Module, inputs: Any, output: Any) -> None:
         caught["routed"] = inputs[0].reshape(-1, inputs[0].shape[-1])
         caught.update(routing(output, taps.experts, taps.top_k))
@@ -160,6 +167,8 @@ def _hooks(taps: Taps) -> Iterator[tuple[nn.Module, Callable[[Any, Any, Any], No
         yield parts.down, down
         if parts.gate is not None and parts.gate is not parts.up:
             yield parts.gate, gate
+    if parts.block is not None:
+        yield parts.block, block
     if parts.router is not None:
         yield parts.router, router
 

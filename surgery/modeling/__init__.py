@@ -23,6 +23,7 @@ KINDS: Mapping[str, tuple[str, str]] = {  # kind -> file, class
     "spline": ("spline_mlp", "SplineMLP"),
     "memory": ("memory_mlp", "with_memory"),
 }
+NEEDS = {"experts": "sparse"}  # whose file it imports from; transformers 4 copies only what the shell imports itself
 ROUTERS = ("linear", "mlp", "neurons")
 ROUTING_WEIGHTS = ("renormalised", "one", "scaled")
 SPARSE_RULES = ("plain", "fatrelu", "shifted", "drelu", "cats", "teal")
@@ -45,6 +46,11 @@ def changed(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [entry for entry in config.get("surgery_blocks") or () if entry["kind"] != "gathered"]
 
 
+def sparse_of(config: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """The entry of layer `index`'s sparse block; empty where it has none."""
+    return next((e for e in changed(config) if e["kind"] == "sparse" and index in e["layers"]), {})
+
+
 def shared(config: Mapping[str, Any], index: int | None = None) -> list[str]:
     """The modules that blocks of layer `index` (None: of any) read and the body owns: names in the body."""
     blocks = config.get("surgery_blocks") or ()
@@ -56,8 +62,9 @@ def shared(config: Mapping[str, Any], index: int | None = None) -> list[str]:
 
 def files(base: str, kinds: Collection[str]) -> dict[str, bytes]:
     """The files that go beside the weights, by name."""
-    modules = [KINDS[kind][0] + ".py" for kind in sorted(kinds)]
-    return {SHELL: _shell(base, sorted(kinds))} | {name: _read(name) for name in modules}
+    needed = {*kinds, *(NEEDS[kind] for kind in kinds if kind in NEEDS)}
+    modules = [KINDS[kind][0] + ".py" for kind in sorted(needed)]
+    return {SHELL: _shell(base, sorted(needed))} | {name: _read(name) for name in modules}
 
 
 def _shell(base: str, kinds: Iterable[str]) -> bytes:
@@ -80,7 +87,8 @@ def _read(name: str) -> bytes:
 
 
 def config_changes(config: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields of config.json that make it load with our code, `entries` after those that it has.
+    """The fields of config.json that make it load with our code, `entries` after those that it has; one that computes what a
+    sparse block does, in parts, takes its place.
 
     Raises SurgeryError for a multimodal config, one with code of its own, or a layer that has a block of the kind.
     """
@@ -91,6 +99,7 @@ def config_changes(config: Mapping[str, Any], entries: Iterable[Mapping[str, Any
     if config.get("auto_map", AUTO_MAP) != AUTO_MAP:
         raise SurgeryError(f"this {base} brings code of its own, which ours would replace", "give a model without")
     for entry in map(dict, entries):
+        blocks = _less_sparse(blocks, entry["layers"]) if entry["kind"] == "experts" and "rule" in entry else blocks
         for old in (b for b in blocks if b["kind"] != "gathered"):
             same, both = old["kind"] == entry["kind"], {old["kind"], entry["kind"]}
             again = sorted(set(old["layers"]) & set(entry["layers"]))
@@ -106,6 +115,12 @@ def config_changes(config: Mapping[str, Any], entries: Iterable[Mapping[str, Any
     changes = {"model_type": OPERATED + base, "architectures": ["SurgeryForCausalLM"], "auto_map": dict(AUTO_MAP),
                "surgery_blocks": blocks}  # fmt: skip
     return changes | _tokenizer(config, base)
+
+
+def _less_sparse(blocks: Iterable[Mapping[str, Any]], layers: Collection[int]) -> list[Any]:
+    """`blocks` without the sparse ones of these layers."""
+    left = ({**b, "layers": [i for i in b["layers"] if b["kind"] != "sparse" or i not in layers]} for b in blocks)
+    return [b for b in left if b["layers"]]
 
 
 def _tokenizer(config: Mapping[str, Any], base: str) -> dict[str, str]:
@@ -200,10 +215,12 @@ def bypass_tensors(entry: Mapping[str, Any], hidden: int) -> dict[str, tuple[int
 
 def experts(family: Family, layers: Iterable[int], *, experts: int, width: int, top_k: int, activation: str = "", shared: int = 0,
             router: str = "linear", weights: str = "renormalised", group: int = 1, factor: float = 1.0,
-            router_bias: bool = False, router_width: int = 0, router_activation: str = "tanh", bypass: int = 0) -> dict[str, Any]:  # fmt: skip
+            router_bias: bool = False, router_width: int = 0, router_activation: str = "tanh", bypass: int = 0,
+            sparse: Mapping[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
     """An entry for the block of experts_mlp.py: `experts` of `width` neurons, `top_k` of them active, after `shared` neurons
     that always are. `router`, `weights`, `group` and `factor` are explained there; `activation` "" is that of the MLP;
-    `router_width` and `router_activation` are of the router "mlp"; `bypass` is the rank of a linear map beside the MLP.
+    `router_width` and `router_activation` are of the router "mlp"; `bypass` is the rank of a linear map beside the MLP;
+    `sparse` is the entry of a sparse block whose products the experts have.
 
     Raises SurgeryError where no block can take the MLP's place.
     """
@@ -213,9 +230,13 @@ def experts(family: Family, layers: Iterable[int], *, experts: int, width: int, 
     if not 1 <= top_k <= experts or experts % group or top_k % group or (router == "mlp") != bool(router_width):
         raise SurgeryError(f"{top_k} of {experts} experts, {group} at a time, behind a router of width {router_width}",
                            "all at least 1, multiples of those chosen together; a width for the router mlp alone")  # fmt: skip
-    return entry(family, "experts", layers, experts=experts, width=width, shared_neurons=shared, top_k=top_k,
+    kept = (
+        {key: sparse[key] for key in ("activation", "rule", "per_neuron", "correction", "relu_after")} if sparse else {}
+    )
+    made = entry(family, "experts", layers, experts=experts, width=width, shared_neurons=shared, top_k=top_k,
                  activation=activation, router=router, weights=weights, group=group, factor=factor, router_bias=router_bias,
                  router_width=router_width, router_activation=router_activation, bypass=bypass)  # fmt: skip
+    return made | kept
 
 
 def router_tensors(entry: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:

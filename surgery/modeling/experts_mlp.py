@@ -19,7 +19,7 @@ and `weights` what the K experts with the largest are multiplied by:
     one           1: parts of an MLP, as they were in it
     scaled        1 + u · softmax over all E       CMoE, whose u [E] begins at 0
 
-With `bypass` r, a linear map of x of rank r is added to y (bypass_out · bypass_in · x, bypass_out · x where r = H).
+An entry may have the `rule`, the thresholds, the `correction` and the `bypass` of sparse_mlp.py, which h and y then have, too.
 With `group` G, experts are chosen G at a time, by the mean of their logits: a copy of an MLP that was cut in G, whole.
 
 Shapes: H hidden_size, N = S + E·w neurons, n tokens, r the width of an MLP that routes.
@@ -34,6 +34,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
+
+from .sparse_mlp import NeuronsMLP
 
 
 class Router(nn.Module):
@@ -93,7 +95,7 @@ class Router(nn.Module):
         return torch.ones_like(chosen, dtype=logits.dtype)
 
 
-class ExpertsMLP(nn.Module):
+class ExpertsMLP(NeuronsMLP):
     """Takes the place of the MLP that it is built from, whose submodules it keeps where they have as many neurons.
 
     Tokens are sorted by expert, and each expert that was chosen multiplies its own together: one token reads the weights
@@ -102,34 +104,15 @@ class ExpertsMLP(nn.Module):
     """
 
     def __init__(self, base: nn.Module, entry: dict[str, Any], config: Any = None) -> None:
-        super().__init__()
-        self.entry = dict(entry)
-        self.experts, self.width, self.shared = entry["experts"], entry["width"], entry["shared_neurons"]
-        neurons, down = self.shared + self.experts * self.width, getattr(base, entry["down"])
-        hidden = down.weight.shape[1 if entry["transposed"] else 0]
-        for name, child in base.named_children():
-            if name == entry["down"]:
-                self.add_module(name, _sized(child, neurons, hidden))
-            elif name in (entry["gate"], entry["up"]):
-                self.add_module(name, _sized(child, hidden, neurons * (2 if entry["fused"] else 1)))
-            elif isinstance(child, nn.Dropout):
-                self.dropout = child
-            else:
-                self.act = child  # which has another name in each class
-        if entry["activation"]:
-            self.act = ACT2FN[entry["activation"]]
-        self.router = Router(entry, hidden, getattr(config, "initializer_range", 0.02))
-        rank = entry.get("bypass", 0)
-        for name, size in (("bypass_in", (rank, hidden)), ("bypass_out", (hidden, rank))):
-            there = rank and (name == "bypass_out" or rank < hidden)
-            bypass = nn.Parameter(torch.zeros(size, dtype=self._part("down").weight.dtype)) if there else None
-            self.register_parameter(name, bypass)
-
-    def init_block_weights(self) -> None:
-        """No bypass. By functions of torch.nn.init, which spare what was loaded."""
-        for t in (self.bypass_in, self.bypass_out):
-            if t is not None:
-                nn.init.zeros_(t)
+        experts, width, shared = entry["experts"], entry["width"], entry["shared_neurons"]
+        neurons = shared + experts * width
+        super().__init__(base, entry, neurons)
+        self.experts, self.width, self.shared = experts, width, shared
+        wide = neurons * (2 if entry["fused"] else 1)
+        for part in self._parts():
+            sizes = (neurons, self.hidden) if part == "down" else (self.hidden, wide)
+            setattr(self, entry[part], _sized(self._part(part), *sizes))
+        self.router = Router(entry, self.hidden, getattr(config, "initializer_range", 0.02))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to [..., H]"""
@@ -141,24 +124,13 @@ class ExpertsMLP(nn.Module):
             and all(_is_plain(self._part(p), flat) for p in self._parts())
         )
         y = (self._sorted if sorts else self._masked)(flat, weights, chosen)
-        if self.bypass_out is not None:
-            y = y + F.linear(flat if self.bypass_in is None else F.linear(flat, self.bypass_in), self.bypass_out)
-        y = y.view(x.shape)
-        return self.dropout(y) if hasattr(self, "dropout") else y
-
-    def _part(self, part: str) -> Any:
-        return getattr(self, self.entry[part])
+        return self._complete(y, flat).view(x.shape)
 
     # --- all experts --------------------------------------------------------------------------------------------------
 
     def _masked(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Through the submodules, products times the routing weights, which are 0 of what was not chosen."""
-        up = self._part("up")(x)
-        if self.entry["fused"]:
-            gate, up = up.chunk(2, dim=-1)
-            h = self.act(gate) * up
-        else:
-            h = self.act(self._part("gate")(x)) * up if self.entry["gate"] else self.act(up)
+        h = self._product(x)
         scale = weights.new_zeros(len(x), self.experts).scatter(-1, chosen, weights).to(h.dtype)
         scale = F.pad(scale.repeat_interleave(self.width, -1), (self.shared, 0), value=1.0)
         y: Tensor = self._part("down")(h * scale)
@@ -187,7 +159,9 @@ class ExpertsMLP(nn.Module):
     def _neurons(self, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
         """What some of the neurons put out [n, H]."""
         up = F.linear(x, parts["up"], parts.get("up_bias"))
-        h = self.act(F.linear(x, parts["gate"], parts.get("gate_bias"))) * up if "gate" in parts else self.act(up)
+        g, u = (F.linear(x, parts["gate"], parts.get("gate_bias")), up) if "gate" in parts else (up, None)
+        t, t_up = (parts.get(name, getattr(self, name)) for name in ("threshold", "threshold_up"))
+        h = self._multiply(g, u, t, t_up)
         return h @ parts["down"]
 
     def _experts(self) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
@@ -200,7 +174,7 @@ class ExpertsMLP(nn.Module):
         return shared, experts
 
     def _rows(self) -> dict[str, Tensor]:
-        """With a row for each neuron: gate, up and down [N, H], gate_bias and up_bias [N]."""
+        """With a row for each neuron: gate, up and down [N, H]; gate_bias, up_bias and thresholds [N]."""
         found: dict[str, Tensor] = {}
         for part in self._parts():
             module = self._part(part)
@@ -211,7 +185,7 @@ class ExpertsMLP(nn.Module):
         if self.entry["fused"]:
             for name in [n for n in found if n != "down"]:
                 found[name.replace("up", "gate")], found[name] = found[name].chunk(2)
-        return found
+        return found | {name: t for name, t in self.named_buffers(recurse=False) if len(t) > 1}
 
     def _parts(self) -> tuple[str, ...]:
         """Those that are modules of their own."""

@@ -55,28 +55,25 @@ RULES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor, Any], Tensor]] = 
 }
 
 
-class SparseMLP(nn.Module):
-    """Takes the place of the MLP that it is built from.
+class NeuronsMLP(nn.Module):
+    """What this block and that of experts_mlp.py share: the parts of the MLP that it is built from, the rule with its thresholds,
+    and what is added to the output. `neurons` where there will be another number of them."""
 
-    With `sparse_decode`, one token without gradients reads only the rows of up and down whose neuron is live. It is off
-    by default: it pays from some size and sparsity on, which `surgery bench` measures. The first such token lays the rows
-    of `down` out one a neuron, which is as fast for one sequence and for prefill, slower for a few sequences in bf16 on a
-    CPU. What a gather would bypass (hooks, adapters, quantised or offloaded weights, a compiler) is computed densely.
-    """
-
-    def __init__(self, base: nn.Module, entry: dict[str, Any], config: Any = None) -> None:
+    def __init__(self, base: nn.Module, entry: dict[str, Any], neurons: int = 0) -> None:
         super().__init__()
         for name, child in base.named_children():
-            if isinstance(child, nn.Dropout) or any(True for _ in child.parameters()):  # not the former activation
+            if isinstance(child, nn.Dropout) or any(True for _ in child.parameters()):
                 self.add_module(name, child)
-        self.entry, self.rule, self.act = dict(entry), entry["rule"], ACT2FN[entry["activation"]]
-        self.sparse_decode = bool(getattr(config, "sparse_decode", False))
+            elif not entry["activation"]:
+                self.act = child  # which has another name in each class
+        if entry["activation"]:
+            self.act = ACT2FN[entry["activation"]]
+        self.entry, self.rule = dict(entry), entry.get("rule", "plain")
         weight = self._part("down").weight
-        self.hidden, self.width = reversed(weight.shape) if entry["transposed"] else weight.shape
-        per_neuron = self.width if entry.get("per_neuron") else 1
+        self.hidden, width = reversed(weight.shape) if entry["transposed"] else weight.shape
+        per_neuron = (neurons or width) if entry.get("per_neuron") else 1
         self._threshold("threshold", per_neuron if self.rule != "plain" else 0)
         self._threshold("threshold_up", per_neuron if self.rule == "drelu" else 0)
-        self._threshold("threshold_inputs", 1 if entry.get("inputs") else 0)
         bias = nn.Parameter(torch.zeros(self.hidden, dtype=weight.dtype))
         self.register_parameter("correction", bias if entry.get("correction") else None)
         rank = entry.get("bypass", 0)
@@ -88,20 +85,60 @@ class SparseMLP(nn.Module):
         self.register_buffer(name, torch.zeros(size, dtype=torch.float32) if size else None)
 
     def init_block_weights(self) -> None:
-        """Nothing is cut, nothing corrected. By functions of torch.nn.init, which spare what was loaded."""
-        for t in (
-            self.threshold,
-            self.threshold_up,
-            self.threshold_inputs,
-            self.correction,
-            self.bypass_in,
-            self.bypass_out,
-        ):
-            if t is not None:
-                nn.init.zeros_(t)
+        """Nothing is cut, nothing added. By functions of torch.nn.init, which spare what was loaded."""
+        for _, t in (*self.named_buffers(recurse=False), *self.named_parameters(recurse=False)):
+            nn.init.zeros_(t)
 
     def _part(self, part: str) -> Any:
         return getattr(self, self.entry[part])
+
+    def _product(self, x: Tensor) -> Tensor:
+        """h [..., F]"""
+        if not self.entry["gate"]:
+            return self._multiply(self._part("up")(x), None, self.threshold, None)
+        if self.entry["fused"]:
+            g, u = self._part("up")(x).chunk(2, dim=-1)
+        else:
+            g, u = self._part("gate")(x), self._part("up")(x)
+        return self._multiply(g, u, self.threshold, self.threshold_up)
+
+    def _multiply(self, g: Tensor, u: Tensor | None, t: Tensor | None, t_up: Tensor | None) -> Tensor:
+        """h [..., n] of gate and up of n neurons, with their thresholds; without a gate, g is up and u None."""
+        h = self._open(g, t)
+        if u is not None:
+            h = h * self._other(u, t_up)
+        return _above(h, t) if self.rule == "teal" and t is not None else h
+
+    def _open(self, g: Tensor, t: Tensor | None) -> Tensor:
+        """f of the gate."""
+        return RULES[self.rule](self.act, g, t)
+
+    def _other(self, u: Tensor, t: Tensor | None) -> Tensor:
+        """What the gate is multiplied with."""
+        return u if t is None else _fatrelu(self.act, u, t)
+
+    def _complete(self, y: Tensor, x: Tensor) -> Tensor:
+        """y [..., H] with what is added to it."""
+        if self.correction is not None:
+            y = y + self.correction
+        if self.bypass_out is not None:
+            y = y + F.linear(x if self.bypass_in is None else F.linear(x, self.bypass_in), self.bypass_out)
+        return self.dropout(y) if hasattr(self, "dropout") else y
+
+
+class SparseMLP(NeuronsMLP):
+    """Takes the place of the MLP that it is built from.
+
+    With `sparse_decode`, one token without gradients reads only the rows of up and down whose neuron is live. It is off
+    by default: it pays from some size and sparsity on, which `surgery bench` measures. The first such token lays the rows
+    of `down` out one a neuron, which is as fast for one sequence and for prefill, slower for a few sequences in bf16 on a
+    CPU. What a gather would bypass (hooks, adapters, quantised or offloaded weights, a compiler) is computed densely.
+    """
+
+    def __init__(self, base: nn.Module, entry: dict[str, Any], config: Any = None) -> None:
+        super().__init__(base, entry)
+        self.sparse_decode = bool(getattr(config, "sparse_decode", False))
+        self._threshold("threshold_inputs", 1 if entry.get("inputs") else 0)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to [..., H]"""
@@ -109,35 +146,7 @@ class SparseMLP(nn.Module):
             x = _above(x, self.threshold_inputs)
         gathers = self.sparse_decode and self._gathers(x)
         y = self._gathered(x) if gathers else self._part("down")(self._product(x))
-        if self.correction is not None:
-            y = y + self.correction
-        if self.bypass_out is not None:
-            y = y + F.linear(x if self.bypass_in is None else F.linear(x, self.bypass_in), self.bypass_out)
-        return self.dropout(y) if hasattr(self, "dropout") else y
-
-    def _product(self, x: Tensor) -> Tensor:
-        """h [..., F]"""
-        if not self.entry["gate"]:
-            return self._cut(self._open(self._part("up")(x)))
-        if self.entry["fused"]:
-            g, u = self._part("up")(x).chunk(2, dim=-1)
-        else:
-            g, u = self._part("gate")(x), self._part("up")(x)
-        return self._cut(self._open(g) * self._other(u))
-
-    def _open(self, g: Tensor) -> Tensor:
-        """f of the gate."""
-        return RULES[self.rule](self.act, g, self.threshold)
-
-    def _other(self, u: Tensor, live: Tensor | None = None) -> Tensor:
-        """What the gate is multiplied with; u may be of the live neurons alone."""
-        if self.rule != "drelu":
-            return u
-        t = self.threshold_up
-        return _fatrelu(self.act, u, t[live] if live is not None and len(t) > 1 else t)
-
-    def _cut(self, h: Tensor) -> Tensor:
-        return _above(h, self.threshold) if self.rule == "teal" else h
+        return self._complete(y, x)
 
     # --- one token ----------------------------------------------------------------------------------------------------
 
@@ -161,9 +170,10 @@ class SparseMLP(nn.Module):
             h = self._product(x)[0]
             live = h.nonzero()[:, 0]
             return h[live], live
-        opened = self._open(self._gate(x))[0]
+        opened = self._open(self._gate(x), self.threshold)[0]
         live = opened.nonzero()[:, 0]
-        h = opened[live] * self._other(self._rows_of_up(x, live), live)
+        t = self.threshold_up
+        h = opened[live] * self._other(self._rows_of_up(x, live), t[live] if t is not None and len(t) > 1 else t)
         if self.rule != "drelu":
             return h, live
         both = h.nonzero()[:, 0]
@@ -173,12 +183,14 @@ class SparseMLP(nn.Module):
         if not self.entry["fused"]:
             gate: Tensor = self._part("gate")(x)
             return gate
-        both, f = self._part("up"), self.width
+        both = self._part("up")
+        f = len(both.weight) // 2
         return F.linear(x, both.weight[:f], None if both.bias is None else both.bias[:f])
 
     def _rows_of_up(self, x: Tensor, live: Tensor) -> Tensor:
         """up of x [1, H] at the live neurons [n]."""
-        up, skip = self._part("up"), self.width if self.entry["fused"] else 0
+        up = self._part("up")
+        skip = len(up.weight) // 2 if self.entry["fused"] else 0
         u = _dot_rows(up.weight[skip:], live, x)
         return u if up.bias is None else u + up.bias[skip:][live]
 

@@ -20,7 +20,7 @@ from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, LazyTensor, Step, Work
 from surgery.checkpoint.tensors import derive
 from surgery.errors import SurgeryError, UsageError
-from surgery.families import Blocks, Mlp, locate
+from surgery.families import Blocks, locate
 from surgery.operations.cut import Cut, average, usual
 from surgery.operations.sound import (
     bypass_rank,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from surgery.calibration.data import Sample
-    from surgery.calibration.walk import Layer, Walk
+    from surgery.calibration.walk import Layer
 
 METHODS = ("random", "kmeans", "coactivation", "cmoe", "mass")
 ROUTERS = ("centroids", "trained", "analytic")
@@ -56,7 +56,7 @@ class Job:
 
     @property
     def cut(self) -> Cut:
-        """Of the first layer: the others differ in `active` at most."""
+        """Of the first layer: the others differ in `active` and `bypass` at most."""
         return self.cuts[self.layers[0]]
 
     @property
@@ -76,11 +76,12 @@ class Job:
 
     @property
     def entries(self) -> list[dict[str, Any]]:
-        """One for the layers of each number of active parts."""
-        by_active: dict[int, list[int]] = {}
+        """One for the layers of each number of active parts, and of each sparse block that they are made of."""
+        alike: dict[Any, list[int]] = {}
         for index, cut in self.cuts.items():
-            by_active.setdefault(cut.active, []).append(index)
-        return [self._entry(layers) for layers in by_active.values()]
+            sparse = modeling.sparse_of(self.blocks.checkpoint.config, index)
+            alike.setdefault((cut, tuple(sparse.get("layers", ()))), []).append(index)
+        return [self._entry(layers) for layers in alike.values()]
 
     def entry(self, index: int) -> dict[str, Any]:
         """The one that a layer is in."""
@@ -92,7 +93,8 @@ class Job:
         return modeling.experts(self.blocks.family, layers, experts=cut.routed, width=width, top_k=cut.top_k,
                                 shared=cut.shared * width, router=KINDS[cut.router], weights="scaled",
                                 router_bias=trained or (cut.router == "analytic" and mlp.biased),
-                                router_width=ROUTER_WIDTH if trained else 0, bypass=cut.bypass)  # fmt: skip
+                                router_width=ROUTER_WIDTH if trained else 0, bypass=cut.bypass,
+                                sparse=modeling.sparse_of(self.blocks.checkpoint.config, layers[0]))  # fmt: skip
 
 
 def carve(checkpoint: Checkpoint, *, experts: int = 16, active: int | Sequence[int] | None = None, shared: int = 0, method: str = "mass",
@@ -109,12 +111,12 @@ def carve(checkpoint: Checkpoint, *, experts: int = 16, active: int | Sequence[i
         router: "centroids", "trained" or "analytic".
         repair: "none" or "ridge" (refit down_proj in closed form).
         bypass: the rank of a linear map from the MLP's input to its output that the repair fits as well, or "full". Read for
-            every token.
+            every token. One that relufication put there is kept and fitted again.
         seed: of what is drawn at random.
         layers: default all.
         calibration: what groups, routers and the repair are fitted on; see `Calibration`.
 
-    Raises SurgeryError for a mixture of experts, or where a layer was operated on already.
+    Raises SurgeryError for a mixture of experts, or where a layer was operated on already: but for a relufied one.
     """
     active = usual(experts, shared) if active is None else active
     _check_names(method, router, repair)
@@ -123,14 +125,15 @@ def carve(checkpoint: Checkpoint, *, experts: int = 16, active: int | Sequence[i
                 repair="none" if average(active) == experts else repair, bypass=bypass, seed=seed, layers=layers,
                 calibration=Calibration.of(calibration))  # fmt: skip
     work = _work(checkpoint, job)
-    parameters = {k: v for k, v in dataclasses.asdict(job.cut).items() if k != "bypass" or v} | {"active": job.active}
+    parameters = {k: v for k, v in dataclasses.asdict(job.cut).items() if k != "bypass"} | {"active": job.active}
+    parameters |= {"bypass": rank} if (rank := bypass_rank(bypass, job.blocks, repair)) else {}
     parameters |= {} if layers is None else {"layers": list(job.layers)}
     parameters |= {"calibration": job.calibration.as_dict()} if job.cut.needs_data and job.calibration.as_dict() else {}
     step = Step(operation="carve", parameters=parameters, exact=job.exact, layers=job.layers,
                 notes=_notes(checkpoint, job), work=work)  # fmt: skip
     tensors = dict(checkpoint.tensors)
     for index in job.layers:
-        tensors |= _carved(job, index, work)
+        tensors |= _carved(job, index, work.promise)
     return checkpoint.replace(step=step, tensors=tensors, **with_blocks(checkpoint, job.entries))
 
 
@@ -160,8 +163,9 @@ def check(checkpoint: Checkpoint, *, calibration: Calibration, active: int | Seq
     require_whole(blocks)
     chosen = chosen_layers(blocks, layers)
     for entry in modeling.changed(checkpoint.config):
-        if both := sorted(set(entry["layers"]) & set(chosen)):
-            raise SurgeryError(f"layer {both[0]} has a {entry['kind']} block already", "give the model from before that, or leave the layer out")  # fmt: skip
+        if (both := sorted(set(entry["layers"]) & set(chosen))) and (entry["kind"] != "sparse" or entry.get("inputs")):
+            what = "cuts its inputs" if entry["kind"] == "sparse" else f"has a {entry['kind']} block already"
+            raise SurgeryError(f"layer {both[0]} {what}", "give the model from before that, or leave the layer out")
     if blocks.family.is_moe:
         modeling.entry(blocks.family, "experts", chosen)  # raises: it has experts
     _check_width(blocks.mlp(chosen[0]).width, options["experts"])
@@ -171,10 +175,19 @@ def check(checkpoint: Checkpoint, *, calibration: Calibration, active: int | Seq
             f"{len(each)} numbers of active parts for {len(chosen)} layers", "give one number, or one for each layer"
         )
     rank = bypass_rank(bypass, blocks, options["repair"])
-    cuts = {index: Cut(**options, active=number, bypass=rank) for index, number in zip(chosen, each, strict=True)}
+    cuts = {index: Cut(**options, active=number, bypass=_rank(blocks, index, rank)) for index, number in zip(chosen, each, strict=True)}  # fmt: skip
     job = Job(blocks=blocks, layers=chosen, cuts=cuts, calibration=calibration)
     modeling.config_changes(checkpoint.config, job.entries)
     return job
+
+
+def _rank(blocks: Blocks, index: int, asked: int) -> int:
+    """That of the bypass that a layer has, or will have."""
+    own = int(modeling.sparse_of(blocks.checkpoint.config, index).get("bypass", 0))
+    if own and asked not in (0, own):
+        raise UsageError(f"a bypass of rank {asked} for layer {index}, which has one of rank {own}",
+                         "leave --bypass out: the one that is there is kept, and fitted again")  # fmt: skip
+    return own or asked
 
 
 def _check_width(width: int, experts: int) -> None:
@@ -189,9 +202,10 @@ def _notes(checkpoint: Checkpoint, job: Job) -> tuple[str, ...]:
     names = [n for i in job.layers for n in job.blocks.mlp(i).names]
     mlp, mlp_bytes = (sum(getattr(checkpoint.tensors[n], size) for n in names) for size in ("numel", "nbytes"))
     part, width = job.part, mlp_bytes / mlp
-    router, bypass = (len(job.layers) * sum(math.prod(s) for s in of(job.entries[0], hidden).values())
-                      for of in (modeling.router_tensors, modeling.bypass_tensors))  # fmt: skip
-    left = checkpoint.parameters - mlp + mlp * part + router + bypass
+    beside = {job.blocks.layer(i) + n: math.prod(s) for i in job.layers for n, s in modeling.bypass_tensors(job.entry(i), hidden).items()}  # fmt: skip
+    bypass, new = sum(beside.values()), sum(size for n, size in beside.items() if n not in checkpoint.tensors)
+    router = len(job.layers) * sum(math.prod(s) for s in modeling.router_tensors(job.entries[0], hidden).values())
+    left = checkpoint.parameters - mlp + mlp * part + router + new
     read = mlp_bytes * part + router * FLOAT_BYTES + bypass * width
     least, most = (f([c.active for c in job.cuts.values()]) for f in (min, max))
     same = "all experts are active: the same function" if job.exact else (
@@ -199,7 +213,7 @@ def _notes(checkpoint: Checkpoint, job: Job) -> tuple[str, ...]:
     parts = f"{router * FLOAT_BYTES / 1e6:,.1f} MB of it routers"
     parts += f", {bypass * width / 1e6:,.1f} the bypass" if bypass else ""
     return (same,
-            f"a token uses {left / 1e6:,.1f}M of {(checkpoint.parameters + router + bypass) / 1e6:,.1f}M parameters, and reads "
+            f"a token uses {left / 1e6:,.1f}M of {(checkpoint.parameters + router + new) / 1e6:,.1f}M parameters, and reads "
             f"{read / 1e6:,.1f} of {mlp_bytes / 1e6:,.1f} MB of the MLPs, {parts}",
             "loads with trust_remote_code=True: its code goes along; other runtimes (llama.cpp, vLLM) cannot run it")  # fmt: skip
 
@@ -207,35 +221,27 @@ def _notes(checkpoint: Checkpoint, job: Job) -> tuple[str, ...]:
 # --- what is planned ----------------------------------------------------------------------------------------------------
 
 
-def _carved(job: Job, index: int, work: Work) -> dict[str, LazyTensor]:
-    """The tensors of a layer: its MLP in another order, and its router."""
-    mlp, blocks = job.blocks.mlp(index), job.blocks
-    order = work.promise(f"{index}.order", "I64", (mlp.width,))
-    out = blocks.restored(index, _ordered(mlp, order, _down(job, index, work, order)))
-    hidden, start = mlp.down.shape[0], blocks.layer(index)
-    for path, shape in modeling.router_tensors(job.entries[0], hidden).items():
-        out[start + path] = work.promise(f"{index}.router.{path.rpartition('.')[2]}", "F32", shape)
-    for path, shape in modeling.bypass_tensors(job.entries[0], hidden).items():
-        out[start + path] = work.promise(f"{index}.{path.rpartition('.')[2]}", mlp.down.dtype, shape)
-    return out
+def _carved(job: Job, index: int, value: Callable[[str, str, tuple[int, ...]], LazyTensor]) -> dict[str, LazyTensor]:
+    """The tensors of a layer: its MLP in another order, and its router. `value` gives what the work does, by name."""
+    mlp, blocks, entry, repaired = job.blocks.mlp(index), job.blocks, job.entry(index), job.cut.repair != "none"
+    order = value(f"{index}.order", "I64", (mlp.width,))
 
-
-def _down(job: Job, index: int, work: Work, order: LazyTensor) -> LazyTensor:
-    """down [H, F], its columns in this order, refitted where there is a repair."""
-    down = job.blocks.mlp(index).down
-    if job.cut.repair == "none":
-        return derive("columns in order", lambda t, o: t[:, o], down, order, dtype=down.dtype, shape=down.shape)
-    return work.promise(f"{index}.down", down.dtype, down.shape)
-
-
-def _ordered(mlp: Mlp, order: LazyTensor, down: LazyTensor) -> Mlp:
     def rows(t: LazyTensor | None) -> LazyTensor | None:
         return t and derive("rows in order", lambda t, o: t[o], t, order, dtype=t.dtype, shape=t.shape)
 
-    up = rows(mlp.up)
-    assert up is not None
-    return dataclasses.replace(mlp, gate=rows(mlp.gate), up=up, down=down, gate_bias=rows(mlp.gate_bias),
-                               up_bias=rows(mlp.up_bias))  # fmt: skip
+    down = (value(f"{index}.down", mlp.down.dtype, mlp.down.shape) if repaired else
+            derive("columns in order", lambda t, o: t[:, o], mlp.down, order, dtype=mlp.down.dtype, shape=mlp.down.shape))  # fmt: skip
+    by_row: dict[str, Any] = {name: rows(getattr(mlp, name)) for name in ("gate", "up", "gate_bias", "up_bias")}
+    out = blocks.restored(index, dataclasses.replace(mlp, down=down, **by_row))
+    hidden, start = mlp.down.shape[0], blocks.layer(index)
+    for path, shape in modeling.router_tensors(entry, hidden).items():
+        out[start + path] = value(f"{index}.router.{path.rpartition('.')[2]}", "F32", shape)
+    for path, shape in modeling.bypass_tensors(entry, hidden).items() if repaired else ():
+        out[start + path] = value(f"{index}.{path.rpartition('.')[2]}", mlp.down.dtype, shape)
+    for name in (f"{start}{entry['mlp']}.{threshold}" for threshold in ("threshold", "threshold_up")):
+        if entry.get("per_neuron") and (ordered := rows(blocks.checkpoint.tensors.get(name))):
+            out[name] = ordered
+    return out
 
 
 def _work(checkpoint: Checkpoint, job: Job) -> Work:
@@ -249,7 +255,7 @@ def _work(checkpoint: Checkpoint, job: Job) -> Work:
     peak = 2 * layer
     if job.cut.needs_data:
         peak += 4 * (4 * job.calibration.tokens * hidden + 4 * SAMPLED)
-        peak += fit_nbytes(hidden, width, job.cut.bypass)
+        peak += fit_nbytes(hidden, width, max(cut.bypass for cut in job.cuts.values()))
     return Work(f"carve {parts} {data}\n{source}", lambda work, progress: _run(checkpoint, job, work, progress),
                 total=max(job.layers) + 1 if job.cut.needs_data else len(job.layers), peak_memory=peak)  # fmt: skip
 
@@ -268,7 +274,7 @@ def _run(checkpoint: Checkpoint, job: Job, work: Work, progress: Callable[[int],
 
     convert_layers(checkpoint, job.calibration, job.layers, work, progress,
                    fit=lambda layer, sample, source: _fit_on_walk(layer, job, sample, source, work),
-                   install=lambda layer, walk: _install(layer, job, walk, work))  # fmt: skip
+                   install=lambda layer, walk: _install(layer, job, work))  # fmt: skip
 
 
 def _fit_on_walk(layer: Layer, job: Job, sample: Sample, source: Sequence[Tensor], work: Work) -> None:
@@ -281,7 +287,7 @@ def _fit(job: Job, index: int, rows: Any, device: str, work: Work) -> None:
     """Carve a layer and put what was promised of it."""
     from surgery.operations import carving, repair
 
-    neurons = repair.Neurons.of(job.blocks.mlp(index), rule="plain", act=job.blocks.activation, device=device)
+    neurons = repair.Neurons.at(job.blocks, index, device)
     carved, found = carving.fit(neurons, rows, job.cuts[index], job.entry(index))
     if found:
         work.note(str(index), found)
@@ -289,29 +295,18 @@ def _fit(job: Job, index: int, rows: Any, device: str, work: Work) -> None:
     work.put(f"{index}.order", carved.order)
     for name, value in carved.router.named_parameters():
         work.put(f"{index}.router.{name}", value)
-    for name, value in {"down": carved.down, **carved.bypass(job.cut.bypass)}.items():
+    for name, value in {"down": carved.down, **carved.bypass(job.cuts[index].bypass)}.items():
         if work.promised(f"{index}.{name}"):
             work.put(f"{index}.{name}", value)
 
 
-def _install(layer: Layer, job: Job, walk: Walk, work: Work) -> None:
+def _install(layer: Layer, job: Job, work: Work) -> None:
     """Put the carved MLP into the layer, as it will be on the disk."""
-    import torch
-
     from surgery.modeling.experts_mlp import ExpertsMLP
 
-    blocks, index = job.blocks, layer.index
-    block = ExpertsMLP(getattr(layer.module, blocks.family.mlp), job.entry(index))
-    for name, _ in list(block.router.named_parameters()):
-        value = work.get(f"{index}.router.{name}").to(layer.device)
-        setattr(block.router, name, torch.nn.Parameter(value, requires_grad=False))
-    for name in ("bypass_in", "bypass_out"):
-        if getattr(block, name) is not None:
-            value = work.get(f"{index}.{name}").to(layer.device, walk.dtype)
-            setattr(block, name, torch.nn.Parameter(value, requires_grad=False))
-    setattr(layer.module, blocks.family.mlp, block)
-    order = work.lazy(f"{index}.order")
-    mlp = _ordered(blocks.mlp(index), order, _down(job, index, work, order))
-    for path, tensor in blocks.restored(index, mlp).items():
-        module, _, kind = path.removeprefix(blocks.layer(index)).rpartition(".")
-        getattr(layer.module.get_submodule(module), kind).data.copy_(tensor.read())
+    blocks, index, mlp = job.blocks, layer.index, job.blocks.family.mlp
+    block = ExpertsMLP(getattr(layer.module, mlp), job.entry(index)).to(layer.device)
+    setattr(layer.module, mlp, block)
+    tensors = {**blocks.checkpoint.tensors, **_carved(job, index, lambda name, dtype, shape: work.lazy(name))}
+    for name, value in block.state_dict().items():
+        value.copy_(tensors[f"{blocks.layer(index)}{mlp}.{name}"].read())

@@ -112,8 +112,8 @@ def costs(neurons: Neurons, rows: Rows, cut: Cut) -> list[float]:
 
 def reorder(neurons: Neurons, order: Tensor) -> None:
     """Put the neurons into another order, one matrix after another: the same function."""
-    for name in ("gate", "up", "gate_bias", "up_bias"):
-        if (value := getattr(neurons, name)) is not None:
+    for name in ("gate", "up", "gate_bias", "up_bias", "threshold", "threshold_up"):
+        if (value := getattr(neurons, name)) is not None and len(value) > 1:  # one threshold may be that of all
             setattr(neurons, name, value[order])
     neurons.down = neurons.down[:, order]
 
@@ -153,7 +153,7 @@ class _Seen:
         n = self.neurons
         z, gate, up = (None if t is None else F.normalize(t, dim=1) for t in (self.z, n.gate, n.up))
         assert z is not None
-        unit = dataclasses.replace(n, gate=gate, up=up)
+        unit = dataclasses.replace(n, gate=gate, up=up, rule="plain")
         return _largest(unit.product(z).abs(), min(MARKED, len(n.up)))
 
 

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from surgery import modeling
 from surgery.calibration.data import Sample
 from surgery.calibration.observe import tapped
 from surgery.calibration.settings import Calibration
@@ -54,6 +55,7 @@ WHITE_ROWS, WHITE_DAMPING = 16_384, 1e-2
 SWEEPS = 3  # over the blocks, where there are several
 SAMPLED = 4_000_000  # values that thresholds are chosen on
 NEURONS, COST_ROWS = 768, 4096  # that the cost of a sparsity is estimated on
+ADDED = ("threshold", "threshold_up", "correction", "bypass_in", "bypass_out")  # of a sparse block, beside the weights
 QUANTILE = 1_000_000  # of them that are sorted together
 
 
@@ -118,6 +120,19 @@ class Neurons:
         zero = torch.zeros(1, device=device)
         return cls(rule=rule, act=act, **values, threshold=None if rule == "plain" else zero,
                    threshold_up=zero if rule == "drelu" else None)  # fmt: skip
+
+    @classmethod
+    def at(cls, blocks: Blocks, index: int, device: str = "cpu") -> Neurons:
+        """Of decoder layer `index` as it stands, with all that its sparse block has if it is one."""
+        sparse = modeling.sparse_of(blocks.checkpoint.config, index)
+        neurons = cls.of(
+            blocks.mlp(index), sparse.get("rule", "plain"), sparse.get("activation", blocks.activation), device
+        )
+        start, tensors = f"{blocks.layer(index)}{blocks.family.mlp}.", blocks.checkpoint.tensors
+        found = {
+            n: tensors[start + n].read().to(device, torch.float32) for n in ADDED if sparse and start + n in tensors
+        }
+        return dataclasses.replace(neurons, **found)
 
     def open(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Gate and up, pre-activation [n, F], of inputs [n, H]; both the same where there is no gate."""

@@ -22,6 +22,7 @@ from surgery.demo import MODEL
 from surgery.errors import SurgeryError, UsageError
 from surgery.operations import carving
 from surgery.operations.carve import METHODS, carve
+from surgery.operations.relufy import relufy
 
 SMALL = {"tokens": 768, "sequence_length": 64, "dtype": "fp32"}
 CUT = {"experts": 8, "active": 4, "calibration": SMALL}
@@ -37,12 +38,17 @@ def source_of(name: str, folder: Path) -> Checkpoint:
 def written(source: Checkpoint, folder: Path, **options: Any) -> tuple[Checkpoint, Any]:
     """The carved checkpoint, and the model that transformers loads of it."""
     output = carve(source, **options)
+    return output, loaded(output, source, folder)
+
+
+def loaded(output: Checkpoint, source: Checkpoint, folder: Path) -> Any:
+    """What transformers loads of a checkpoint, once it is written."""
     write(make_plan(output), folder, source=source)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=True, dtype=torch.float32, output_loading_info=True
     )
     assert {k: v for k, v in info.items() if v} == {}
-    return output, model.eval()
+    return model.eval()
 
 
 PARITY = [("llama", "random", "centroids", 0), ("qwen2", "kmeans", "centroids", 0), ("gemma3_text", "mass", "trained", 2),
@@ -141,6 +147,69 @@ def test_what_was_fitted_is_reported(demo: dict[str, tuple[Checkpoint, quality.Q
         assert 0.6 < layer["recall"] < layer["mass_recall"] <= 1
     random = demo["random"][0].steps[-1].work.report
     assert all(report[i]["repaired"] < random[i]["repaired"] for i in "135")
+
+
+RELUFIED: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2", {"activation": "relu", "bypass": "full"}), ("llama", {"activation": "drelu", "sparsity": 0.6, "per_neuron": True}),
+    ("phi3", {"activation": "teal", "sparsity": 0.5, "per_neuron": True, "bypass": 5}), ("gpt2", {"activation": "shifted", "sparsity": 0.6}),
+    ("gemma3_text", {"activation": "fatrelu", "sparsity": 0.7, "stage": 2})]  # fmt: skip
+
+
+def relufied_of(name: str, swap: dict[str, Any], folder: Path) -> tuple[Checkpoint, Any]:
+    source = source_of(name, folder / "source")
+    model = loaded(relufy(source, calibration=SMALL, **swap), source, folder / "relufied")
+    return open_checkpoint(folder / "relufied"), model
+
+
+@pytest.mark.parametrize(("name", "swap"), RELUFIED)
+def test_a_relufied_model_is_carved(name: str, swap: dict[str, Any], tmp_path: Path) -> None:
+    """Its thresholds go with their neurons, what it adds stays: all active it is the same function, in one block a layer."""
+    relufied, before = relufied_of(name, swap, tmp_path)
+    assert [e["kind"] for e in relufied.config["surgery_blocks"]] == ["sparse"]
+    output, model = written(relufied, tmp_path / "out", experts=8, active=8, shared=1, calibration=SMALL)
+    (entry,) = output.config["surgery_blocks"]
+    assert entry["kind"] == "experts" and output.exact
+    expected = logits_of(before)
+    assert (logits_of(model) - expected).abs().max() <= 1e-5 * max(1, expected.std().item())
+    orders = [output.steps[-1].work.get(f"{i}.order") for i in range(3)]
+    assert all(o.sort().values.tolist() == list(range(len(o))) != o.tolist() for o in orders)
+
+
+@pytest.mark.parametrize(("name", "swap"), RELUFIED)
+def test_a_relufied_model_loads_as_it_was_fitted(name: str, swap: dict[str, Any], tmp_path: Path) -> None:
+    """Half of it active: the model that transformers loads is the one of the walk, and a bypass is refitted in its place."""
+    relufied, _ = relufied_of(name, swap, tmp_path)
+    output, model = written(relufied, tmp_path / "out", **CUT)
+    beside = {n for n in relufied.tensors if "bypass" in n or "correction" in n}
+    assert beside == {n for n in output.tensors if "bypass" in n or "correction" in n}
+    texts = quality.texts(relufied, 512, 64)
+    (walked,) = quality.measure({"output": open_checkpoint(tmp_path / "out")}, texts).values()
+    ids = texts.samples["evaluation"].input_ids
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss.item()
+    assert math.exp(loss) == pytest.approx(walked.perplexity["evaluation"], rel=1e-3)
+
+
+def test_what_of_a_relufied_model_cannot_be_carved(tmp_path: Path) -> None:
+    relufied, _ = relufied_of("llama", {"activation": "relu", "bypass": 5}, tmp_path)
+    with pytest.raises(UsageError, match="a bypass of rank 4 for layer 0, which has one of rank 5"):
+        carve(relufied, bypass=4, **CUT)
+    assert carve(relufied, bypass=5, **CUT).steps[-1].parameters["bypass"] == 5
+    assert "bypass" not in carve(relufied, **CUT).steps[-1].parameters
+    (entry,) = relufied.config["surgery_blocks"]
+    cut = relufied.replace(config=relufied.config | {"surgery_blocks": [{**entry, "inputs": True}]})
+    with pytest.raises(SurgeryError, match="layer 0 cuts its inputs"):
+        carve(cut, **CUT)
+
+
+def test_layers_that_were_relufied_and_others(tmp_path: Path) -> None:
+    """Each with what it has: a bypass of its own, or the one that is asked for."""
+    swap = {"activation": "relu", "bypass": 5, "layers": [1]}
+    relufied, _ = relufied_of("llama", swap, tmp_path)
+    output, _ = written(relufied, tmp_path / "out", **CUT)
+    assert [(e["layers"], e["bypass"], e["activation"]) for e in output.config["surgery_blocks"]] == [
+        ([0, 2], 0, ""), ([1], 5, "relu"),
+    ]  # fmt: skip
 
 
 def two_experts() -> tuple[carving.Neurons, carving.Rows, dict[str, Any]]:
