@@ -224,7 +224,8 @@ def weigh(model: Checkpoint | Shapes, config: Mapping[str, Any]) -> Weights:
     entries, tied, unknown = _sort(shapes, family, facts.layers)
     operated = config.get("surgery_blocks") or ()
     blocks = {i: b for b in operated if b["kind"] == "experts" or _finds_neurons(b) for i in b["layers"]}
-    activations = {b["activation"]: None for b in operated if b["kind"] == "sparse"}
+    named = (b.get("activation") for b in operated if b["kind"] in ("sparse", "experts"))
+    activations = dict.fromkeys(filter(None, named))
     _move_neurons(entries, blocks)
     parts = [_measure(found, prefix, index, facts, blocks.get(index)) for (prefix, index), found in entries.items()]
     layers = [part for part in parts if part.index is not None]

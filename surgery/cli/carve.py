@@ -65,7 +65,8 @@ def carve_command(shared: Converting, calibration: dict[str, Any], sweep: str | 
                   active: str | None, allocation: str, shared_parts: int, bypass: str, **options: Any) -> int:  # fmt: skip
     """Cut each MLP of MODEL into experts, of which a token passes some: its own neurons in another order behind a new
     router, and no training. With all parts active it is the same function, which is verified. --sweep shows what fewer cost,
-    beside a random split and a router that knows. Without MODEL, the checkpoint in this folder.
+    beside a random split and a router that knows. A relufied model keeps its thresholds and its bypass. Without MODEL, the
+    checkpoint in this folder.
 
     \b
     Methods:

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from .sparse_mlp import NeuronsMLP
+from .sparse_mlp import NeuronsMLP, is_plain
 
 
 class Router(nn.Module):
@@ -118,10 +118,11 @@ class ExpertsMLP(NeuronsMLP):
         """[..., H] to [..., H]"""
         flat = x.reshape(-1, x.shape[-1])
         _, weights, chosen = self.router(flat, self.act)
+        cast = torch.is_autocast_enabled(x.device.type)
         sorts = (
             self.router.top_k < self.experts
             and not torch.compiler.is_compiling()
-            and all(_is_plain(self._part(p), flat) for p in self._parts())
+            and all(is_plain(self._part(p), flat, cast) for p in self._parts())
         )
         y = (self._sorted if sorts else self._masked)(flat, weights, chosen)
         return self._complete(y, flat).view(x.shape)
@@ -204,12 +205,3 @@ def _sized(module: Any, inputs: int, outputs: int) -> nn.Module:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight.float(), None if bias is None else bias.float())
-
-
-def _is_plain(module: nn.Module, x: Tensor) -> bool:
-    """Whether the module is no more than a matrix on the device of x, in a dtype that multiplies it."""
-    if not isinstance(module, (nn.Linear, Conv1D)) or module._forward_hooks or module._forward_pre_hooks:
-        return False
-    weight = module.weight
-    same = weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)
-    return type(weight) is nn.Parameter and same and weight.device == x.device

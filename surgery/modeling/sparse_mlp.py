@@ -155,7 +155,7 @@ class SparseMLP(NeuronsMLP):
         if x.numel() != self.hidden or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
         fits = not (self.entry["gate"] and self.entry["transposed"]) and x.device.type in ("cpu", "cuda")
-        return fits and all(_is_plain(self._part(part), x) for part in ("up", "down"))
+        return fits and all(is_plain(self._part(part), x) for part in ("up", "down"))
 
     def _gathered(self, x: Tensor) -> Tensor:
         """y of one token [..., H]."""
@@ -205,12 +205,12 @@ class SparseMLP(NeuronsMLP):
         return weight.t()
 
 
-def _is_plain(module: nn.Module, x: Tensor) -> bool:
-    """Whether the module is no more than a matrix in the dtype and on the device of x."""
+def is_plain(module: nn.Module, x: Tensor, cast: bool = False) -> bool:
+    """Whether the module is no more than a matrix on the device of x, and in its dtype unless that is `cast`."""
     if not isinstance(module, (nn.Linear, Conv1D)) or module._forward_hooks or module._forward_pre_hooks:
         return False
     weight = module.weight
-    return type(weight) is nn.Parameter and (weight.dtype, weight.device) == (x.dtype, x.device)
+    return type(weight) is nn.Parameter and weight.device == x.device and (cast or weight.dtype == x.dtype)
 
 
 def _dot_rows(weight: Tensor, live: Tensor, x: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import logits_of, save_model
+from models import greedy, logits_of, sample_ids, save_model
+from support import found_by_transformers_4
 
 from surgery.analysis import quality
 from surgery.checkpoint import Checkpoint, make_plan, open_checkpoint, write
@@ -44,6 +45,10 @@ def written(source: Checkpoint, folder: Path, **options: Any) -> tuple[Checkpoin
 def loaded(output: Checkpoint, source: Checkpoint, folder: Path) -> Any:
     """What transformers loads of a checkpoint, once it is written."""
     write(make_plan(output), folder, source=source)
+    return from_disk(folder)
+
+
+def from_disk(folder: Path) -> Any:
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=True, dtype=torch.float32, output_loading_info=True
     )
@@ -156,23 +161,46 @@ RELUFIED: list[tuple[str, dict[str, Any]]] = [
 
 
 def relufied_of(name: str, swap: dict[str, Any], folder: Path) -> tuple[Checkpoint, Any]:
+    """A relufied model, read from the disk, and what transformers loads of it."""
     source = source_of(name, folder / "source")
     model = loaded(relufy(source, calibration=SMALL, **swap), source, folder / "relufied")
     return open_checkpoint(folder / "relufied"), model
 
 
-@pytest.mark.parametrize(("name", "swap"), RELUFIED)
-def test_a_relufied_model_is_carved(name: str, swap: dict[str, Any], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def carved_whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Checkpoint, Path]]:
+    """Relufied models, carved with all parts active; beside the folder what they gave before, "<folder>.pt"."""
+    made = {}
+    for name, swap in RELUFIED:
+        folder = tmp_path_factory.mktemp(name)
+        relufied, before = relufied_of(name, swap, folder)
+        assert [e["kind"] for e in relufied.config["surgery_blocks"]] == ["sparse"]
+        output = carve(relufied, experts=8, active=8, shared=1, calibration=SMALL)
+        write(make_plan(output), folder / "out", source=relufied)
+        torch.save({"ids": sample_ids(), "logits": logits_of(before), "tokens": greedy(before)}, folder / "out.pt")
+        made[name] = (output, folder / "out")
+    return made
+
+
+@pytest.mark.parametrize("name", [name for name, _ in RELUFIED])
+def test_a_relufied_model_is_carved(name: str, carved_whole: dict[str, tuple[Checkpoint, Path]]) -> None:
     """Its thresholds go with their neurons, what it adds stays: all active it is the same function, in one block a layer."""
-    relufied, before = relufied_of(name, swap, tmp_path)
-    assert [e["kind"] for e in relufied.config["surgery_blocks"]] == ["sparse"]
-    output, model = written(relufied, tmp_path / "out", experts=8, active=8, shared=1, calibration=SMALL)
+    output, folder = carved_whole[name]
     (entry,) = output.config["surgery_blocks"]
     assert entry["kind"] == "experts" and output.exact
-    expected = logits_of(before)
-    assert (logits_of(model) - expected).abs().max() <= 1e-5 * max(1, expected.std().item())
+    want, model = torch.load(f"{folder}.pt"), from_disk(folder)
+    assert (logits_of(model) - want["logits"]).abs().max() <= 1e-5 * max(1, want["logits"].std().item())
+    assert greedy(model) == want["tokens"]
     orders = [output.steps[-1].work.get(f"{i}.order") for i in range(3)]
     assert all(o.sort().values.tolist() == list(range(len(o))) != o.tolist() for o in orders)
+
+
+def test_transformers_4_gives_the_same_of_it(carved_whole: dict[str, tuple[Checkpoint, Path]], tmp_path: Path) -> None:
+    models = found_by_transformers_4({n: folder for n, (_, folder) in carved_whole.items()}, tmp_path)
+    for found in (models[name] for name, _ in RELUFIED):
+        assert "error" not in found, found["error"]
+        limit = 1e-5 * max(1.0, found["std"])
+        assert found["keys"] == {} and found["same_tokens"] and max(found["delta"], found["again"]) <= limit
 
 
 @pytest.mark.parametrize(("name", "swap"), RELUFIED)
