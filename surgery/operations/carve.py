@@ -214,7 +214,7 @@ def _notes(checkpoint: Checkpoint, job: Job) -> tuple[str, ...]:
     parts += f", {bypass * width / 1e6:,.1f} the bypass" if bypass else ""
     return (same,
             f"a token uses {left / 1e6:,.1f}M of {(checkpoint.parameters + router + new) / 1e6:,.1f}M parameters, and reads "
-            f"{read / 1e6:,.1f} of {mlp_bytes / 1e6:,.1f} MB of the MLPs, {parts}",
+            f"{read / 1e6:,.1f} of {(mlp_bytes + (bypass - new) * width) / 1e6:,.1f} MB of the MLPs, {parts}",
             "loads with trust_remote_code=True: its code goes along; other runtimes (llama.cpp, vLLM) cannot run it")  # fmt: skip
 
 

@@ -223,7 +223,10 @@ def test_what_of_a_relufied_model_cannot_be_carved(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a bypass of rank 4 for layer 0, which has one of rank 5"):
         carve(relufied, bypass=4, **CUT)
     assert carve(relufied, bypass=5, **CUT).steps[-1].parameters["bypass"] == 5
-    assert "bypass" not in carve(relufied, **CUT).steps[-1].parameters
+    plain = carve(relufied, **CUT).steps[-1]
+    mlp, beside, router = (4e-6 * n for n in (3 * 3 * 32 * 48, 3 * 2 * 5 * 32, 3 * (64 * 33 + 8 * 66)))
+    assert "bypass" not in plain.parameters
+    assert f"reads {mlp / 2 + beside + router:.1f} of {mlp + beside:.1f} MB of the MLPs" in plain.notes[1]
     (entry,) = relufied.config["surgery_blocks"]
     cut = relufied.replace(config=relufied.config | {"surgery_blocks": [{**entry, "inputs": True}]})
     with pytest.raises(SurgeryError, match="layer 0 cuts its inputs"):
