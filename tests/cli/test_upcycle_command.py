@@ -70,7 +70,7 @@ def test_a_block_that_travels(call: Call, model: Path) -> None:
     assert ran.code == 0 and "Verification passed" in ran.out and "trust_remote_code=True" in ran.out
     assert "gradient of the routers" in ran.out and "warning: no gradient for the router" in ran.out
     (out,) = model.parent.glob("model-surgery-4x-top2")
-    assert {p.name for p in out.glob("*.py")} == {"modeling_surgery.py", "experts_mlp.py"}
+    assert {p.name for p in out.glob("*.py")} == {"modeling_surgery.py", "experts_mlp.py", "sparse_mlp.py"}
 
 
 def test_calibrated_routers(call: Call, model: Path) -> None:

@@ -96,7 +96,7 @@ def test_what_travels_because_of_that(checkpoint: Checkpoint, options: dict[str,
     assert step.parameters["target"] == "surgery" and step.exact and result.custom_code
     assert why in step.notes[0] and step.notes[0].endswith(": so it travels with its code")
     assert result.config["model_type"] == f"surgery_{checkpoint.config['model_type']}"
-    assert {f.name for f in result.files} == {"modeling_surgery.py", "experts_mlp.py"}
+    assert {f.name for f in result.files} == {"modeling_surgery.py", "experts_mlp.py", "sparse_mlp.py"}
 
 
 def test_a_language_model_among_towers() -> None:
