@@ -192,11 +192,8 @@ class _Live:
         product, gate = (self._counted(taps, name, mask) for name in ("product", "gate"))
         self.products += product.numel()
         self.live += int(torch.count_nonzero(product))
-        self.open += (
-            int(torch.count_nonzero(self.skipping._open(gate, self.skipping.threshold)))
-            if self.gate_first
-            else product.numel()
-        )
+        opened = self.skipping._open(gate, self.skipping.threshold) if self.gate_first else torch.ones_like(product)
+        self.open += int(torch.count_nonzero(opened))
 
     def _counted(self, taps: Taps, name: str, mask: Tensor) -> Tensor:
         tap = taps.caught[name]

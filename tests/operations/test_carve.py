@@ -56,6 +56,17 @@ def from_disk(folder: Path) -> Any:
     return model.eval()
 
 
+def assert_walked(model: Any, folder: Path, length: int) -> None:
+    """What transformers loads gives the perplexity that the walk of the written checkpoint does."""
+    output = open_checkpoint(folder)
+    texts = quality.texts(output, 512, length)
+    (walked,) = quality.measure({"output": output}, texts).values()
+    ids = texts.samples["evaluation"].input_ids
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss.item()
+    assert math.exp(loss) == pytest.approx(walked.perplexity["evaluation"], rel=1e-3)
+
+
 PARITY = [("llama", "random", "centroids", 0), ("qwen2", "kmeans", "centroids", 0), ("gemma3_text", "mass", "trained", 2),
           ("phi3", "coactivation", "trained", 1), ("gpt2", "cmoe", "analytic", 2), ("falcon", "mass", "analytic", 0),
           ("gpt_neox", "kmeans", "trained", 3), ("opt", "mass", "trained", 1), ("nemotron", "random", "trained", 1), ("llama tied", "cmoe", "analytic", 3)]  # fmt: skip
@@ -136,12 +147,7 @@ def test_a_bypass_mends_more(
     assert found["1"]["repaired"] < plain["1"]["repaired"]
     names = sorted(n for n in output.tensors if ".1.mlp.bypass" in n)
     assert [output.tensors[n].shape for n in names] == ([(192, 192)] if bypass == "full" else [(24, 192), (192, 24)])
-    texts = quality.texts(source, 512, 511)
-    (walked,) = quality.measure({"output": open_checkpoint(tmp_path / "out")}, texts).values()
-    ids = texts.samples["evaluation"].input_ids
-    with torch.no_grad():
-        loss = model(ids, labels=ids).loss.item()
-    assert math.exp(loss) == pytest.approx(walked.perplexity["evaluation"], rel=1e-3)
+    assert_walked(model, tmp_path / "out", 511)
 
 
 def test_what_was_fitted_is_reported(demo: dict[str, tuple[Checkpoint, quality.Quality]]) -> None:
@@ -183,14 +189,19 @@ def carved_whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Ch
 
 
 @pytest.mark.parametrize("name", [name for name, _ in RELUFIED])
-def test_a_relufied_model_is_carved(name: str, carved_whole: dict[str, tuple[Checkpoint, Path]]) -> None:
-    """Its thresholds go with their neurons, what it adds stays: all active it is the same function, in one block a layer."""
+def test_a_relufied_model_is_carved(
+    name: str, carved_whole: dict[str, tuple[Checkpoint, Path]], tmp_path: Path
+) -> None:
+    """Its thresholds go with their neurons, what it adds stays: all active it is the same function, in one block a layer,
+    saved again too."""
     output, folder = carved_whole[name]
     (entry,) = output.config["surgery_blocks"]
     assert entry["kind"] == "experts" and output.exact
     want, model = torch.load(f"{folder}.pt"), from_disk(folder)
     assert (logits_of(model) - want["logits"]).abs().max() <= 1e-5 * max(1, want["logits"].std().item())
     assert greedy(model) == want["tokens"]
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits_of(from_disk(tmp_path)), logits_of(model))
     orders = [output.steps[-1].work.get(f"{i}.order") for i in range(3)]
     assert all(o.sort().values.tolist() == list(range(len(o))) != o.tolist() for o in orders)
 
@@ -205,17 +216,16 @@ def test_transformers_4_gives_the_same_of_it(carved_whole: dict[str, tuple[Check
 
 @pytest.mark.parametrize(("name", "swap"), RELUFIED)
 def test_a_relufied_model_loads_as_it_was_fitted(name: str, swap: dict[str, Any], tmp_path: Path) -> None:
-    """Half of it active: the model that transformers loads is the one of the walk, and a bypass is refitted in its place."""
+    """Half of it active: the model that transformers loads is the one of the walk, and a bypass is refitted where that helps."""
     relufied, _ = relufied_of(name, swap, tmp_path)
     output, model = written(relufied, tmp_path / "out", **CUT)
     beside = {n for n in relufied.tensors if "bypass" in n or "correction" in n}
     assert beside == {n for n in output.tensors if "bypass" in n or "correction" in n}
-    texts = quality.texts(relufied, 512, 64)
-    (walked,) = quality.measure({"output": open_checkpoint(tmp_path / "out")}, texts).values()
-    ids = texts.samples["evaluation"].input_ids
-    with torch.no_grad():
-        loss = model(ids, labels=ids).loss.item()
-    assert math.exp(loss) == pytest.approx(walked.perplexity["evaluation"], rel=1e-3)
+    refitted = {n for n in beside if not torch.equal(relufied.tensors[n].read(), output.tensors[n].read())}
+    report = output.steps[-1].work.report
+    better = [f".{i}.mlp.bypass_out" for i in range(3) if report[str(i)]["repaired"] < report[str(i)]["error"]]
+    assert refitted == {n for n in beside if n.endswith(tuple(better))}
+    assert_walked(model, tmp_path / "out", 64)
 
 
 def test_what_of_a_relufied_model_cannot_be_carved(tmp_path: Path) -> None:
