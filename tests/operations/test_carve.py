@@ -224,7 +224,9 @@ def test_a_relufied_model_loads_as_it_was_fitted(name: str, swap: dict[str, Any]
     refitted = {n for n in beside if not torch.equal(relufied.tensors[n].read(), output.tensors[n].read())}
     report = output.steps[-1].work.report
     better = [f".{i}.mlp.bypass_out" for i in range(3) if report[str(i)]["repaired"] < report[str(i)]["error"]]
-    assert refitted == {n for n in beside if n.endswith(tuple(better))}
+    there = {n for n in beside if relufied.tensors[n].read().any()}  # zeros: relufication was worse with it
+    assert refitted == {n for n in there if n.endswith(tuple(better))}
+    assert bool(refitted) == (name == "qwen2")
     assert_walked(model, tmp_path / "out", 64)
 
 
