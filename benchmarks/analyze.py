@@ -1,11 +1,12 @@
-"""Time and memory of `surgery analyze` against the bare forward pass of the same walk, collectors off.
+"""Time and memory of `surgery analyze` against the bare forward pass of the same walk, collectors
+off.
 
   python benchmarks/analyze.py ~/models/qwen2.5-coder-1.5b --tokens 16384 --rounds 3
 
-Whole processes, alternated, medians: both open the checkpoint, tokenize the same text and load each layer once; one
-counts, the other only computes. "walk s" and "walk cpu s" are what the walk alone takes in each, without imports and
-start. On a busy machine trust the ratio of the processor times, and OMP_NUM_THREADS=1: threads that wait for each other
-wait for the other programs too.
+Whole processes, alternated, medians: both open the checkpoint, tokenize the same text and load each
+layer once; one counts, the other only computes. "walk s" and "walk cpu s" are what the walk alone
+takes in each, without imports and start. On a busy machine trust the ratio of the processor times,
+and OMP_NUM_THREADS=1: threads that wait for each other wait for the other programs too.
 """
 
 from __future__ import annotations
@@ -41,18 +42,26 @@ print(json.dumps({**took, "threads": torch.get_num_threads(), "tokens": sample.i
 
 
 def run(model: str, tokens: int, what: str) -> dict[str, Any]:
-    process = subprocess.Popen([sys.executable, "-c", CHILD, model, str(tokens), what], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, model, str(tokens), what], stdout=subprocess.PIPE
+    )
     assert process.stdout
     printed = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{what} exited {process.returncode}")
-    return {**json.loads(printed), "cpu s": usage.ru_utime + usage.ru_stime, "peak MB": usage.ru_maxrss * 1024 / 1e6}
+    return {
+        **json.loads(printed),
+        "cpu s": usage.ru_utime + usage.ru_stime,
+        "peak MB": usage.ru_maxrss * 1024 / 1e6,
+    }
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("model")
     p.add_argument("--tokens", type=int, default=16384)
     p.add_argument("--rounds", type=int, default=3)
@@ -62,11 +71,16 @@ def main() -> None:
         for what, found in results.items():
             found.append(run(a.model, a.tokens, what))
     middle = {
-        what: {k: statistics.median(r[k] for r in found) for k in ("walk s", "walk cpu s", "cpu s", "peak MB")}
+        what: {
+            k: statistics.median(r[k] for r in found)
+            for k in ("walk s", "walk cpu s", "cpu s", "peak MB")
+        }
         for what, found in results.items()
     }
     first = results["bare"][0]
-    print(f"{first['tokens']} tokens on {first['on']}, {first['threads']} threads, medians of {a.rounds}")
+    print(
+        f"{first['tokens']} tokens on {first['on']}, {first['threads']} threads, medians of {a.rounds}"
+    )
     for what, m in middle.items():
         print(
             f"{what:8} "
@@ -74,8 +88,12 @@ def main() -> None:
             + f"  {first['tokens'] / m['walk s']:.0f} tokens/s"
         )
     for what in ("walk s", "walk cpu s"):
-        pairs = [a[what] / b[what] for a, b in zip(results["analyze"], results["bare"], strict=True)]
-        print(f"analyze / bare, {what}: {statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})")
+        pairs = [
+            a[what] / b[what] for a, b in zip(results["analyze"], results["bare"], strict=True)
+        ]
+        print(
+            f"analyze / bare, {what}: {statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
+        )
 
 
 if __name__ == "__main__":

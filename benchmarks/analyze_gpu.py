@@ -8,8 +8,9 @@
   bare       the walk with the collectors off: reads the weights of each layer as it comes to it
   analyze    the walk with them
 
-All in one process: a first round to warm up, then rounds in turn; medians, the device being waited for before the clock
-is read. analyze / bare is what counting costs, bare / resident what it costs that the model need not fit in memory.
+All in one process: a first round to warm up, then rounds in turn; medians, the device being waited
+for before the clock is read. analyze / bare is what counting costs, bare / resident what it costs
+that the model need not fit in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from transformers.utils.logging import disable_progress_bar
 from surgery.analysis.analyze import analyze
 from surgery.calibration.data import Sample, sample_ids
 from surgery.calibration.walk import BATCH_TOKENS, Walk, choose_dtype
-from surgery.checkpoint import Checkpoint, finish, make_plan, open_checkpoint, write
+from surgery.checkpoint import Checkpoint, make_plan
+from surgery.storage import finish, open_checkpoint, write
 
 
 def synthesize(a: argparse.Namespace, folder: Path) -> str:
@@ -67,7 +69,9 @@ def seconds(run: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def measure(runs: dict[str, Callable[[], object]], rounds: int, device: str) -> dict[str, list[float]]:
+def measure(
+    runs: dict[str, Callable[[], object]], rounds: int, device: str
+) -> dict[str, list[float]]:
     """Seconds of each run, in turn; the first round is not kept."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(1 + rounds):
@@ -90,16 +94,23 @@ def peaks(runs: dict[str, Callable[[], object]], device: str) -> dict[str, int]:
 
 def report(found: dict[str, list[float]], memory: dict[str, int], tokens: int) -> None:
     for name, times in found.items():
-        took, peak = statistics.median(times), f"  {memory[name] / 1e9:8.2f} GB at most" if name in memory else ""
+        took, peak = (
+            statistics.median(times),
+            f"  {memory[name] / 1e9:8.2f} GB at most" if name in memory else "",
+        )
         print(f"{name:9} {took:8.2f} s  {tokens / took:10.0f} tokens/s{peak}")
     for over, under in (("analyze", "bare"), ("bare", "resident")):
         if over in found and under in found:
             ratios = [x / y for x, y in zip(found[over], found[under], strict=True)]
-            print(f"{over} / {under}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+            print(
+                f"{over} / {under}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("model", nargs="?", help="a folder or a Hub id; without one a random Llama")
     for name, value in (
         ("hidden", 2048),
@@ -112,7 +123,11 @@ def main() -> None:
         p.add_argument(f"--{name}", type=int, default=value)
     p.add_argument("--device", default="cuda")
     p.add_argument("--dtype", choices=["bf16", "fp16", "fp32"])
-    p.add_argument("--no-resident", action="store_true", help="for a model that does not fit in the device's memory")
+    p.add_argument(
+        "--no-resident",
+        action="store_true",
+        help="for a model that does not fit in the device's memory",
+    )
     a = p.parse_args()
     if a.device.startswith("cuda") and not torch.cuda.is_available():
         print("skipped: no CUDA device here (--device cpu for a trial)")
@@ -130,7 +145,9 @@ def main() -> None:
             runs["resident"] = resident(model, sample, dtype, a.device)
         name = torch.cuda.get_device_name() if a.device.startswith("cuda") else a.device
         tokens = sample.input_ids.numel()
-        print(f"{a.model or 'random Llama'}, {tokens} tokens on {name}, {dtype}, medians of {a.rounds}")
+        print(
+            f"{a.model or 'random Llama'}, {tokens} tokens on {name}, {dtype}, medians of {a.rounds}"
+        )
         report(measure(runs, a.rounds, a.device), memory, tokens)
 
 

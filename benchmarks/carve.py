@@ -1,13 +1,15 @@
-"""What carved models are worth against the part of their neurons that is active: beside a random split and the oracle.
+"""What carved models are worth against the part of their neurons that is active: beside a random
+split and the oracle.
 
   python benchmarks/carve.py MODEL                                      # 25, 50 and 75% of 16 parts, every method's default
-  python benchmarks/carve.py MODEL --active 75 --methods mass cmoe:analytic:3 kmeans:centroids random
-  python benchmarks/carve.py MODEL --relufy relu:ridge:full --experts 64 --active 30
+  python benchmarks/carve.py MODEL --active 75 --methods mass cmoe:analytic:3 kmeans:centroids
+  random python benchmarks/carve.py MODEL --relufy relu:ridge:full --experts 64 --active 30
   python benchmarks/carve.py MODEL --held 2,15,29 --experts 64          # of these layers, what single neurons would hold
 
-METHOD[:ROUTER[:SHARED]] is carved with its router and with the oracle, on built-in mixed text, and measured on held-out
-speeches, fp32. With --relufy ACTIVATION[-SPARSITY]:REPAIR[:BYPASS] the model is relufied first, in memory, and that is what the
-others are compared with. CPU minutes are of the sweep.
+METHOD[:ROUTER[:SHARED]] is carved with its router and with the oracle, on built-in mixed text, and
+measured on held-out speeches, fp32. With --relufy ACTIVATION[-SPARSITY]:REPAIR[:BYPASS] the model
+is relufied first, in memory, and that is what the others are compared with. CPU minutes are of the
+sweep.
 """
 
 import argparse
@@ -18,12 +20,15 @@ from typing import Any
 
 import torch
 
-from surgery.analysis.carving import Point, Sweep, sweep
+from surgery.analysis.carve_sweep import Point, Sweep, sweep
+from surgery.calibration.install import observe
 from surgery.calibration.settings import Calibration
-from surgery.checkpoint import Checkpoint, open_checkpoint
-from surgery.operations import carve, carving, repair
-from surgery.operations.cut import Cut
+from surgery.checkpoint import Checkpoint
+from surgery.fitting import carved_mlp, repair
+from surgery.fitting.expert_split import ExpertSplit
+from surgery.operations import carve
 from surgery.operations.relufy import relufy
+from surgery.storage import open_checkpoint
 
 
 def relufied(source: Checkpoint, what: str, tokens: int) -> Checkpoint:
@@ -32,7 +37,13 @@ def relufied(source: Checkpoint, what: str, tokens: int) -> Checkpoint:
     activation, _, sparsity = swap.partition("-")
     options: dict[str, Any] = {"bypass": int(bypass) if bypass.isdecimal() else bypass or 0}
     options |= {"sparsity": float(sparsity)} if sparsity else {}
-    return relufy(source, activation=activation, repair=repair or "ridge", calibration={"tokens": tokens}, **options)
+    return relufy(
+        source,
+        activation=activation,
+        repair=repair or "ridge",
+        calibration={"tokens": tokens},
+        **options,
+    )
 
 
 def rows(found: Sweep) -> list[dict[str, object]]:
@@ -43,29 +54,52 @@ def _row(p: Point, dense: float) -> dict[str, object]:
     def mean(values: list[float]) -> float:
         return round(sum(values) / len(values), 3)
 
-    return {"method": p.method, "router": p.router, "active": round(p.fraction, 3), **({"by layer": p.active} if isinstance(p.active, list) else {}), "perplexity": round(p.perplexity / dense, 3),
-            "agreement": round(p.agreement, 3), "error": round(p.error, 4), "worst layer": round(max(p.errors), 3),
-            "recall": mean(p.recall), "mass": mean(p.mass_recall)}  # fmt: skip
+    return {
+        "method": p.method,
+        "router": p.router,
+        "active": round(p.fraction, 3),
+        **({"by layer": p.active} if isinstance(p.active, list) else {}),
+        "perplexity": round(p.perplexity / dense, 3),
+        "agreement": round(p.agreement, 3),
+        "error": round(p.error, 4),
+        "worst layer": round(max(p.errors), 3),
+        "recall": mean(p.recall),
+        "mass": mean(p.mass_recall),
+    }
 
 
 def held(source: Checkpoint, options: argparse.Namespace) -> None:
-    """The mass and the error of the oracle's choice, of groups and of single neurons, on rows that were not grouped by."""
+    """The mass and the error of the oracle's choice, of groups and of single neurons, on rows that
+    were not grouped by.
+    """
     settings = Calibration(tokens=options.tokens, dtype="fp32")
     sample, wanted = settings.sample(source), [int(i) for i in options.held.split(",")]
     for layer in settings.walk(source, sample.input_ids):
         if layer.index in wanted:
-            rows = repair.observe(layer, carve.locate(source), sample, list(layer.outputs()), feedback=0.0)
+            rows = observe(layer, carve.locate(source), sample, list(layer.outputs()), feedback=0.0)
             for percent in map(float, options.active.split(",")):
-                cut = Cut(experts=options.experts, active=round(percent / 100 * options.experts), shared=0,
-                                  method="mass", router="oracle", repair="none", seed=0)  # fmt: skip
-                print(f"layer {layer.index}, {percent:g}% active:", *_held(source, layer.index, rows, cut))
+                cut = ExpertSplit(
+                    experts=options.experts,
+                    active=round(percent / 100 * options.experts),
+                    shared=0,
+                    method="mass",
+                    router="oracle",
+                    repair="none",
+                    seed=0,
+                )
+                print(
+                    f"layer {layer.index}, {percent:g}% active:",
+                    *_held(source, layer.index, rows, cut),
+                )
         if layer.index == max(wanted):
             return
 
 
-def _held(source: Checkpoint, index: int, rows: repair.Rows, cut: carving.Cut) -> tuple[str, ...]:
+def _held(
+    source: Checkpoint, index: int, rows: repair.Rows, cut: carved_mlp.ExpertSplit
+) -> tuple[str, ...]:
     blocks = carve.locate(source)
-    carved, _ = carving.fit(repair.Neurons.at(blocks, index), rows, cut, {})
+    carved, _ = carved_mlp.fit(repair.Neurons.at(blocks, index), rows, cut, {})
     z, y = rows.z[rows.fitted :], rows.y[rows.fitted :]
     h = repair.Neurons.product(carved, z)
     energy = (h * carved.norm).square()
@@ -73,17 +107,28 @@ def _held(source: Checkpoint, index: int, rows: repair.Rows, cut: carving.Cut) -
     alone = torch.zeros_like(h).scatter_(1, best.indices, 1.0)
     mass = carved.mass(h)
     shares = (best.values.sum(1) / energy.sum(1)).mean(), (mass * carved.choose(mass)).sum(1).mean()
-    errors = ((given - y).square().sum() / y.square().sum() for given in (carved.output(h * alone, z), carved(z)))
-    return ("mass of neurons, of groups", *(f"{s:.4f}" for s in shares), "error of neurons, of groups",
-            *(f"{e:.4f}" for e in errors))  # fmt: skip
+    errors = (
+        (given - y).square().sum() / y.square().sum()
+        for given in (carved.output(h * alone, z), carved(z))
+    )
+    return (
+        "mass of neurons, of groups",
+        *(f"{s:.4f}" for s in shares),
+        "error of neurons, of groups",
+        *(f"{e:.4f}" for e in errors),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--active", default="25,50,75", help="percentages")
     parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--methods", nargs="+", default=["mass", "random"], metavar="METHOD[:ROUTER[:SHARED]]")
+    parser.add_argument(
+        "--methods", nargs="+", default=["mass", "random"], metavar="METHOD[:ROUTER[:SHARED]]"
+    )
     parser.add_argument("--repair", default="ridge")
     parser.add_argument("--allocation", default="uniform", choices=("uniform", "greedy"))
     parser.add_argument("--bypass", default="0", help="a rank, or full")
@@ -102,14 +147,35 @@ def main() -> None:
     for method in options.methods:
         name, router, shared, *_ = [*method.split(":"), "", ""]
         start = time.process_time()
-        found = sweep(source, experts=options.experts, fractions=[float(p) / 100 for p in options.active.split(",")],
-                      method=name, router=router or "trained", shared=int(shared or 0), repair=options.repair, allocation=options.allocation,
-                      bypass=int(options.bypass) if options.bypass.isdecimal() else options.bypass, random=False,
-                      calibration=Calibration(tokens=options.tokens, dtype="fp32"), evaluated=options.evaluate)  # fmt: skip
-        minutes, peak = (time.process_time() - start) / 60, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        found = sweep(
+            source,
+            experts=options.experts,
+            fractions=[float(p) / 100 for p in options.active.split(",")],
+            method=name,
+            router=router or "trained",
+            shared=int(shared or 0),
+            repair=options.repair,
+            allocation=options.allocation,
+            bypass=int(options.bypass) if options.bypass.isdecimal() else options.bypass,
+            random=False,
+            calibration=Calibration(tokens=options.tokens, dtype="fp32"),
+            evaluated=options.evaluate,
+        )
+        minutes, peak = (
+            (time.process_time() - start) / 60,
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+        )
         for row in rows(found):
-            row = {**row, "shared": found.shared, "repair": found.repair, "dense": round(found.perplexity, 2)}
-            print(json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
+            row = {
+                **row,
+                "shared": found.shared,
+                "repair": found.repair,
+                "dense": round(found.perplexity, 2),
+            }
+            print(
+                json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items()),
+                flush=True,
+            )
         print(f"{method}: {minutes:.1f} CPU minutes, peak {peak:.2f} GB", flush=True)
 
 

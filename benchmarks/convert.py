@@ -4,9 +4,10 @@
   python benchmarks/convert.py /data/synthetic-1b --work /data/bench            # upcycle to 8 experts, 10.6 GB out
   python benchmarks/convert.py /data/synthetic-7b --work /data/bench --only relufy
 
-Each round runs the conversion, then copies what it wrote with `cp -r`. Where this may (root), the page cache is dropped
-before every run, so that both read from the disk; `surgery` syncs its files before it ends and `cp` does not, so `cp`
-followed by `sync` is timed too. CPU is user + system time; memory is the largest resident set of the process.
+Each round runs the conversion, then copies what it wrote with `cp -r`. Where this may (root), the
+page cache is dropped before every run, so that both read from the disk; `surgery` syncs its files
+before it ends and `cp` does not, so `cp` followed by `sync` is timed too. CPU is user + system
+time; memory is the largest resident set of the process.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def settle() -> bool:
     return True
 
 
-def compare(source: Path, work: Path, arguments: list[str], rounds: int) -> dict[str, list[dict[str, float]]]:
+def compare(
+    source: Path, work: Path, arguments: list[str], rounds: int
+) -> dict[str, list[dict[str, float]]]:
     out, copy = work / "out", work / "copy"
     results: dict[str, list[dict[str, float]]] = {"surgery": [], "cp -r": [], "cp -r, sync": []}
     for _ in range(rounds):
@@ -80,19 +83,32 @@ def medians(results: list[dict[str, float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("source", type=Path)
-    p.add_argument("--work", type=Path, required=True, help="a folder on the same disk, with room for twice the output")
+    p.add_argument(
+        "--work",
+        type=Path,
+        required=True,
+        help="a folder on the same disk, with room for twice the output",
+    )
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--only", choices=list(CONVERSIONS), action="append")
     a = p.parse_args()
     a.work.mkdir(parents=True, exist_ok=True)
     print(f"page cache dropped before each run: {settle()}; medians of {a.rounds} rounds")
     for name in a.only or ["upcycle", "relufy", "relufy --hardlink"]:
-        found = {who: medians(r) for who, r in compare(a.source, a.work, CONVERSIONS[name], a.rounds).items()}
+        found = {
+            who: medians(r)
+            for who, r in compare(a.source, a.work, CONVERSIONS[name], a.rounds).items()
+        }
         ours, cp = found["surgery"], found["cp -r"]
         for who, m in found.items():
-            print(f"{name:18} {who:12} " + "  ".join(f"{key} {value:8.2f}" for key, value in m.items()))
+            print(
+                f"{name:18} {who:12} "
+                + "  ".join(f"{key} {value:8.2f}" for key, value in m.items())
+            )
         print(
             f"{name:18} surgery / cp: wall {ours['wall s'] / cp['wall s']:.2f}, CPU {ours['cpu s'] / cp['cpu s']:.2f}"
         )

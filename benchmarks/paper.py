@@ -1,9 +1,12 @@
-"""What operations on a model that nobody has at hand would write and need: their --dry-run, on a checkpoint of headers alone.
+"""What operations on a model that nobody has at hand would write and need: their --dry-run, on a
+checkpoint of headers alone.
 
-  python benchmarks/paper.py tests/configs/llama-2-70b.json tests/configs/llama-3.1-405b.json --work DIR
+  python benchmarks/paper.py tests/configs/llama-2-70b.json tests/configs/llama-3.1-405b.json --work
+  DIR
 
-The shards have the names, shapes and sizes of the real ones, and holes in the place of weights (a sparse file takes no room on
-the disk). Peak memory is --dry-run's bound, interpreter and torch included; seconds are those of the dry run.
+The shards have the names, shapes and sizes of the real ones, and holes in the place of weights (a
+sparse file takes no room on the disk). Peak memory is --dry-run's bound, interpreter and torch
+included; seconds are those of the dry run.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ def holes(config: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
     data = json.loads(config.read_text())
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**data))
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**data)
+        )
     tensors = {name: LazyTensor("BF16", tuple(p.shape)) for name, p in model.named_parameters()}
     plan = make_plan(Checkpoint(config=data, tensors=tensors, source=Source(location=config.stem)))
     for shard in plan.shards:
@@ -50,7 +55,9 @@ def holes(config: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("configs", nargs="+", type=Path)
     p.add_argument("--work", type=Path, required=True)
     a = p.parse_args()
@@ -60,15 +67,21 @@ def main() -> None:
         holes(config, folder)
         for command in COMMANDS:
             start = time.perf_counter()
-            run = subprocess.run([sys.executable, "-m", "surgery", *command, str(folder), "--dry-run", "--json"],
-                                 capture_output=True, text=True)  # fmt: skip
+            run = subprocess.run(
+                [sys.executable, "-m", "surgery", *command, str(folder), "--dry-run", "--json"],
+                capture_output=True,
+                text=True,
+            )
             took, shown = time.perf_counter() - start, f"| {config.stem}: `{' '.join(command)}`"
             if run.returncode:
                 print(f"{shown} | {run.stderr.strip().splitlines()[0]} | | | |", flush=True)
                 continue
             plan = json.loads(run.stdout)
-            print(f"{shown} | {plan['parameters'] / 1e9:,.1f} B | {plan['bytes'] / 1e9:,.0f} GB, {len(plan['shards'])} shards "
-                  f"| {plan['peak_memory'] / 1e9:.2f} GB | {took:.1f} s |", flush=True)  # fmt: skip
+            print(
+                f"{shown} | {plan['parameters'] / 1e9:,.1f} B | {plan['bytes'] / 1e9:,.0f} GB, {len(plan['shards'])} shards "
+                f"| {plan['peak_memory'] / 1e9:.2f} GB | {took:.1f} s |",
+                flush=True,
+            )
         shutil.rmtree(folder)
 
 

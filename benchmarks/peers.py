@@ -1,16 +1,21 @@
-"""`surgery` beside what else does the same: time, processor time and peak memory of whole processes, alternated, medians.
+"""`surgery` beside what else does the same: time, processor time and peak memory of whole
+processes, alternated, medians.
 
   python benchmarks/synthetic.py /data/synthetic-1b
   python -m venv /tmp/mergekit && /tmp/mergekit/bin/pip install mergekit
-  python benchmarks/peers.py /data/synthetic-1b --work /data/bench --mergekit /tmp/mergekit/bin/mergekit-moe
-  python benchmarks/peers.py /data/synthetic-1b --work /data/bench --only relufy --rounds 3
+  python benchmarks/peers.py /data/synthetic-1b --work /data/bench --mergekit
+  /tmp/mergekit/bin/mergekit-moe python benchmarks/peers.py /data/synthetic-1b --work /data/bench
+  --only relufy --rounds 3
 
-upcycle  8 experts, against mergekit-moe with random gates (needs 16 GB of free memory; left out without --mergekit)
+upcycle  8 experts, against mergekit-moe with random gates (needs 16 GB of free memory; left out
+without --mergekit)
 relufy   the same weights with hidden_act relu, against transformers: load, edit the config, save
-analyze  against a script that loads the whole model, hooks every down_proj and counts zeros and firings of each neuron; surgery
+analyze  against a script that loads the whole model, hooks every down_proj and counts zeros and
+firings of each neuron; surgery
          measures much more on the way: thresholds, CETT, reuse, outliers
 
-Where this may (root), the page cache is dropped before every run. The source is given a tokenizer, which mergekit-moe wants.
+Where this may (root), the page cache is dropped before every run. The source is given a tokenizer,
+which mergekit-moe wants.
 """
 
 from __future__ import annotations
@@ -71,7 +76,9 @@ def with_tokenizer(source: Path, folder: Path) -> Path:
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(("<unk>", "<s>", "</s>"))}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(("<unk>", "<s>", "</s>"))}, unk_token="<unk>")
+    )
     PreTrainedTokenizerFast(
         tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(folder)
@@ -89,20 +96,38 @@ def free_memory() -> float:
     return 0.0
 
 
-def commands(source: Path, work: Path, out: Path, mergekit: str | None, tokens: int) -> dict[str, dict[str, list[str]]]:
+def commands(
+    source: Path, work: Path, out: Path, mergekit: str | None, tokens: int
+) -> dict[str, dict[str, list[str]]]:
     """What is compared, by task and by who does it."""
     (work / "mergekit.yaml").write_text(MERGEKIT.format(source=source))
     surgery = [*SURGERY, "{task}", str(source), "--out", str(out), "-q"]
     found = {
         "upcycle": {"surgery": [*surgery, "--experts", "8", "--no-verify"]},
-        "relufy": {"surgery": [*surgery, "--repair", "none", "--no-verify"],
-                   "transformers load, edit, save": [sys.executable, "-c", RELUFY, str(source), str(out)]},
-        "analyze": {"surgery": [*surgery, "--tokens", str(tokens), "--dtype", "fp32"],
-                    "full model with hooks": [sys.executable, "-c", ANALYZE, str(source), str(out), str(tokens)]},
-    }  # fmt: skip
+        "relufy": {
+            "surgery": [*surgery, "--repair", "none", "--no-verify"],
+            "transformers load, edit, save": [sys.executable, "-c", RELUFY, str(source), str(out)],
+        },
+        "analyze": {
+            "surgery": [*surgery, "--tokens", str(tokens), "--dtype", "fp32"],
+            "full model with hooks": [
+                sys.executable,
+                "-c",
+                ANALYZE,
+                str(source),
+                str(out),
+                str(tokens),
+            ],
+        },
+    }
     if mergekit:
-        found["upcycle"]["mergekit-moe"] = [mergekit, str(work / "mergekit.yaml"), str(out), "--quiet",
-                                            "--i-understand-this-is-not-useful-without-training"]  # fmt: skip
+        found["upcycle"]["mergekit-moe"] = [
+            mergekit,
+            str(work / "mergekit.yaml"),
+            str(out),
+            "--quiet",
+            "--i-understand-this-is-not-useful-without-training",
+        ]
     return {
         task: {who: [c.replace("{task}", task) for c in command] for who, command in by.items()}
         for task, by in found.items()
@@ -130,10 +155,15 @@ def show(task: str, found: dict[str, dict[str, float]], say: Callable[[str], Non
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("source", type=Path)
     p.add_argument(
-        "--work", type=Path, required=True, help="a folder with room for the outputs, 11 GB with the 1 B model"
+        "--work",
+        type=Path,
+        required=True,
+        help="a folder with room for the outputs, 11 GB with the 1 B model",
     )
     p.add_argument("--mergekit", help="mergekit-moe of an environment of its own")
     p.add_argument("--tokens", type=int, default=4096, help="of analyze")
@@ -143,7 +173,9 @@ def main() -> None:
     a.work.mkdir(parents=True, exist_ok=True)
     mergekit, free = a.mergekit, free_memory()
     if mergekit and free < 16:
-        print(f"note: mergekit-moe is left out: {free:.0f} GB of memory are free, it takes 11 GB and the machine some")
+        print(
+            f"note: mergekit-moe is left out: {free:.0f} GB of memory are free, it takes 11 GB and the machine some"
+        )
         mergekit = None
     elif not mergekit:
         print("note: mergekit-moe is left out: give --mergekit")

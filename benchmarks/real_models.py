@@ -1,10 +1,12 @@
 """Convert real models, verify them, and let stock transformers generate from source and output.
 
-  python benchmarks/real_models.py ~/models/smollm2-135m ~/models/qwen2.5-coder-0.5b --work /data/real
+  python benchmarks/real_models.py ~/models/smollm2-135m ~/models/qwen2.5-coder-0.5b --work
+  /data/real
   SURGERY_TRANSFORMERS_4=DIR python benchmarks/real_models.py ...    # also with the transformers 4.57 in DIR
 
-For each model: `upcycle --experts 4` and `relufy --repair none`, both verified; seconds and peak memory of the whole process; sixteen
-greedy tokens in fp32, which an upcycled model must share with its source. Without a folder, the embedded model.
+For each model: `upcycle --experts 4` and `relufy --repair none`, both verified; seconds and peak
+memory of the whole process; sixteen greedy tokens in fp32, which an upcycled model must share with
+its source. Without a folder, the embedded model.
 """
 
 from __future__ import annotations
@@ -50,9 +52,16 @@ def generate(folder: Path, path: str | None) -> list[str]:
     """Version of transformers, class, and the text of 16 greedy tokens."""
     environment = {**os.environ, **({"PYTHONPATH": path} if path else {})}
     done = subprocess.run(
-        [sys.executable, "-c", GENERATE, str(folder), PROMPT], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", GENERATE, str(folder), PROMPT],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
-    return done.stdout.strip().split("|", 2) if done.returncode == 0 else ["", "failed", done.stderr.strip()[-200:]]
+    return (
+        done.stdout.strip().split("|", 2)
+        if done.returncode == 0
+        else ["", "failed", done.stderr.strip()[-200:]]
+    )
 
 
 def report(name: str, record: dict[str, Any], folder: Path, expected: str) -> None:
@@ -72,7 +81,9 @@ def report(name: str, record: dict[str, Any], folder: Path, expected: str) -> No
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("models", type=Path, nargs="*", default=[MODEL])
     p.add_argument("--work", type=Path, required=True, help="a folder for the outputs")
     a = p.parse_args()

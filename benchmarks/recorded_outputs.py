@@ -1,10 +1,12 @@
-"""Record what each operation writes, as sha256 by file, or compare with a record: a reshaping of the code keeps the bytes.
+"""Record what each operation writes, as sha256 by file, or compare with a record: a reshaping of
+the code keeps the bytes.
 
     python benchmarks/recorded_outputs.py --write before.json
     python benchmarks/recorded_outputs.py --compare before.json
 
-Every operation runs on the embedded model or on a tiny OPT, on one thread and few tokens. Weights, index, config and
-tokenizer count; custom code, card, record and scripts do not. Fitted values are the same bytes only on one machine.
+Every operation runs on the embedded model or on a tiny OPT, on one thread and few tokens. Weights,
+index, config and tokenizer count; custom code, card, record and scripts do not. Fitted values are
+the same bytes only on one machine.
 """
 
 from __future__ import annotations
@@ -25,7 +27,15 @@ import surgery
 
 DEMO = str(Path(surgery.__file__).parent / "demo" / "model")
 FEW = {"tokens": 1024, "sequence_length": 128, "dtype": "fp32", "device": "cpu"}
-COUNTED = ("*.safetensors", "*.index.json", "config.json", "generation_config.json", "token*", "*.txt", "*.model")
+COUNTED = (
+    "*.safetensors",
+    "*.index.json",
+    "config.json",
+    "generation_config.json",
+    "token*",
+    "*.txt",
+    "*.model",
+)
 Model = Any
 
 
@@ -64,7 +74,10 @@ def outputs() -> dict[str, tuple[str, Callable[[Model], Model]]]:
         "carve-exact": carved(active=16, method="kmeans", router="centroids"),
         "carve-each": carved(active=[12, 10, 8], layers=[0, 1, 3]),
         "carve-cmoe": carved(active=8, shared=2, method="cmoe", router="analytic", bypass="full"),
-        "carve-relufied": ("demo", lambda c: s.carve(relufied(bypass=8)[1](c), active=10, calibration=FEW)),
+        "carve-relufied": (
+            "demo",
+            lambda c: s.carve(relufied(bypass=8)[1](c), active=10, calibration=FEW),
+        ),
         "carve-opt": ("opt", lambda c: s.carve(c, experts=4, active=3, calibration=FEW)),
         "memory": remembered(layers=[1, 2], slots=256, knn=4, key_dim=32),
         "memory-slots": remembered(**replaced, distill=3),
@@ -78,7 +91,9 @@ def outputs() -> dict[str, tuple[str, Callable[[Model], Model]]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--write", type=Path)
     parser.add_argument("--compare", type=Path)
     parser.add_argument("--only", help="names that begin so")
@@ -113,9 +128,14 @@ def digests(folder: Path) -> dict[str, str]:
 def tiny_opt(folder: Path) -> Path:
     torch.manual_seed(0)
     config = transformers.OPTConfig(
-        vocab_size=512, hidden_size=64, ffn_dim=256, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=256, word_embed_proj_dim=64,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=64,
+        ffn_dim=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        word_embed_proj_dim=64,
+    )
     transformers.OPTForCausalLM(config).save_pretrained(folder)
     return folder
 

@@ -1,11 +1,13 @@
-"""What a relufied model is worth: perplexity on two domains, zeros, CPU minutes and peak memory of the repair.
+"""What a relufied model is worth: perplexity on two domains, zeros, CPU minutes and peak memory of
+the repair.
 
-  python benchmarks/relufy.py MODEL relu:ridge shifted-0.65:reconstruct drelu-0.8:ridge teal-0.7:ridge
-  python benchmarks/relufy.py MODEL fatrelu-0.8:ridge --tokens 131072 --json
+  python benchmarks/relufy.py MODEL relu:ridge shifted-0.65:reconstruct drelu-0.8:ridge
+  teal-0.7:ridge python benchmarks/relufy.py MODEL fatrelu-0.8:ridge --tokens 131072 --json
   python benchmarks/relufy.py MODEL drelu-0.8:reconstruct:full                    # with a linear bypass
 
-A row for each ACTIVATION[-SPARSITY]:REPAIR[:BYPASS], and the same swap without repair beside it. Calibrated on the built-in mixed
-text (speeches and novels), measured on held-out speeches and on another domain, fp32, windows of 512 tokens.
+A row for each ACTIVATION[-SPARSITY]:REPAIR[:BYPASS], and the same swap without repair beside it.
+Calibrated on the built-in mixed text (speeches and novels), measured on held-out speeches and on
+another domain, fp32, windows of 512 tokens.
 """
 
 import argparse
@@ -13,13 +15,18 @@ import json
 import resource
 import time
 
-from surgery.analysis import quality
-from surgery.checkpoint import Checkpoint, open_checkpoint
+from surgery.checkpoint import Checkpoint
 from surgery.operations.relufy import relufy
+from surgery.proof import quality
+from surgery.storage import open_checkpoint
 
 
 def measure(
-    source: Checkpoint, what: str, calibration: dict[str, object], allocation: str, sample: quality.Texts
+    source: Checkpoint,
+    what: str,
+    calibration: dict[str, object],
+    allocation: str,
+    sample: quality.Texts,
 ) -> dict[str, object]:
     """The row of one conversion."""
     swap, repair, bypass, *_ = [*what.split(":"), "", ""]
@@ -55,13 +62,18 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("what", nargs="+")
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--text", help="calibrate on this file or folder instead")
     parser.add_argument(
-        "--generated", type=float, default=0.0, help="the part of the tokens that the model writes itself"
+        "--generated",
+        type=float,
+        default=0.0,
+        help="the part of the tokens that the model writes itself",
     )
     parser.add_argument("--allocation", default="uniform")
     parser.add_argument("--evaluate", type=int, default=4096, help="tokens of each text")
@@ -74,7 +86,10 @@ def main() -> None:
             {"text": options.text} if options.text else {}
         )
         row = measure(source, what, calibration, options.allocation, sample)
-        print(json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
+        print(
+            json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items()),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

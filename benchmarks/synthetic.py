@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from surgery.checkpoint import Checkpoint, LazyTensor, Source, finish, make_plan, normal, parse_size, write
+from surgery.checkpoint import Checkpoint, LazyTensor, Source, make_plan, normal, parse_size
+from surgery.storage import finish, write
 
 
 def llama(hidden: int, ff: int, layers: int, heads: int, vocab: int) -> Checkpoint:
@@ -25,18 +26,42 @@ def llama(hidden: int, ff: int, layers: int, heads: int, vocab: int) -> Checkpoi
         shapes |= {f"{start}mlp.{p}_proj.weight": (ff, hidden) for p in ("gate", "up")}
         shapes |= {f"{start}mlp.down_proj.weight": (hidden, ff)}
         shapes |= {f"{start}{p}_layernorm.weight": (hidden,) for p in ("input", "post_attention")}
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": ff,
-              "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": vocab,
-              "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-              "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-    tensors: dict[str, LazyTensor] = {n: normal(n, 0, 0.02, shape, "BF16") for n, shape in shapes.items()}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": ff,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    tensors: dict[str, LazyTensor] = {
+        n: normal(n, 0, 0.02, shape, "BF16") for n, shape in shapes.items()
+    }
     return Checkpoint(config=config, tensors=tensors, source=Source(location="synthetic"))
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("out", type=Path)
-    for name, value in (("hidden", 2048), ("ff", 5504), ("layers", 18), ("heads", 16), ("vocab", 32000)):
+    for name, value in (
+        ("hidden", 2048),
+        ("ff", 5504),
+        ("layers", 18),
+        ("heads", 16),
+        ("vocab", 32000),
+    ):
         p.add_argument(f"--{name}", type=int, default=value)
     p.add_argument("--shard", default="460MB", help="largest shard")
     a = p.parse_args()
@@ -44,7 +69,9 @@ def main() -> None:
     plan = make_plan(checkpoint, parse_size(a.shard))
     write(plan, a.out, source=checkpoint)
     finish(a.out, {"fingerprint": plan.fingerprint})
-    print(f"{checkpoint.parameters:,} parameters, {plan.nbytes:,} bytes, {len(plan.shards)} shards in {a.out}")
+    print(
+        f"{checkpoint.parameters:,} parameters, {plan.nbytes:,} bytes, {len(plan.shards)} shards in {a.out}"
+    )
 
 
 if __name__ == "__main__":

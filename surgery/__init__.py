@@ -18,7 +18,19 @@ from typing import TYPE_CHECKING, Any
 from surgery.errors import SurgeryError, UsageError
 
 if TYPE_CHECKING:
-    from surgery.api import analyze, carve, cast, inspect, memory, open, relufy, splinify, upcycle, verify, write
+    from surgery.api import (
+        analyze,
+        carve,
+        cast,
+        inspect,
+        memory,
+        open,
+        relufy,
+        splinify,
+        upcycle,
+        verify,
+        write,
+    )
 
 __version__ = "0.1.0"
 __all__ = [

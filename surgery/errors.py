@@ -10,7 +10,7 @@ class SurgeryError(Exception):
         self.hint = hint
 
 
-class Told(Exception):  # noqa: N818 - no error of its own
+class ReportedElsewhere(Exception):  # noqa: N818 - no error of its own
     """This process of several ends, and the first of them says why."""
 
 

@@ -31,15 +31,25 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def run_transformers_4() -> Callable[[dict[str, Any]], Any]:
-    """Runs a job of transformers_4.py with the transformers 4.57 in the folder that SURGERY_TRANSFORMERS_4 names."""
+    """Runs a job of transformers_4.py with the transformers 4.57 in the folder that
+    SURGERY_TRANSFORMERS_4 names.
+    """
     folder = os.environ.get("SURGERY_TRANSFORMERS_4")
     if not folder:
         pytest.skip("SURGERY_TRANSFORMERS_4 names no folder with transformers 4.57")
-    environment = {**os.environ, "PYTHONPATH": str(Path(folder).expanduser()), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(folder).expanduser()),
+        "HF_HUB_OFFLINE": "1",
+    }
 
     def run(job: dict[str, Any]) -> Any:
         done = subprocess.run(
-            [sys.executable, JOB], input=json.dumps(job), env=environment, capture_output=True, text=True
+            [sys.executable, JOB],
+            input=json.dumps(job),
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr[-4000:]
         result = json.loads(done.stdout)

@@ -1,4 +1,5 @@
-"""A Hub on localhost: what `huggingface_hub` asks for when it reads and writes, and a count of what it asked for.
+"""A Hub on localhost: what `huggingface_hub` asks for when it reads and writes, and a count of what
+it asked for.
 
 with FakeHub() as hub:
     commit = hub.add("owner/name", {"config.json": b"{}"})
@@ -27,8 +28,8 @@ Files = dict[str, bytes]
 
 @dataclass(slots=True)
 class Repository:
-    """Commits by their hash, branches and tags by name. The files of a gated one are refused, its listing is not; a lost
-    file is listed and not there."""
+    """Commits by their hash, branches and tags by name. The files of a gated one are refused, its
+    listing is not; a lost file is listed and not there."""
 
     commits: dict[str, Files] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
@@ -39,7 +40,9 @@ class Repository:
 
 
 class RefusedError(Exception):
-    """An answer other than 200, with the code that tells the client which of its exceptions to raise."""
+    """An answer other than 200, with the code that tells the client which of its exceptions to
+    raise.
+    """
 
     def __init__(self, status: int, code: str) -> None:
         super().__init__(code)
@@ -47,8 +50,9 @@ class RefusedError(Exception):
 
 
 class FakeHub:
-    """`served` counts the bytes of each file's content, `requests` the requests by method and path. The first answers
-    to requests whose path holds `busy_at` are the statuses of `busy`, a number each: 503, 429, ..."""
+    """`served` counts the bytes of each file's content, `requests` the requests by method and path.
+    The first answers to requests whose path holds `busy_at` are the statuses of `busy`, a number
+    each: 503, 429, ..."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
@@ -65,7 +69,9 @@ class FakeHub:
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> FakeHub:
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,9 +81,15 @@ class FakeHub:
     def add(self, name: str, files: Files | Path, *, ref: str = "main", gated: bool = False) -> str:
         """Commit `files` (or the content of a folder) to the branch `ref`; the commit's hash."""
         if isinstance(files, Path):
-            files = {p.relative_to(files).as_posix(): p.read_bytes() for p in files.rglob("*") if p.is_file()}
+            files = {
+                p.relative_to(files).as_posix(): p.read_bytes()
+                for p in files.rglob("*")
+                if p.is_file()
+            }
         repository = self.repositories.setdefault(name, Repository())
-        content = b"".join(path.encode() + hashlib.sha1(data).digest() for path, data in sorted(files.items()))
+        content = b"".join(
+            path.encode() + hashlib.sha1(data).digest() for path, data in sorted(files.items())
+        )
         commit = hashlib.sha1(name.encode() + content).hexdigest()
         repository.commits[commit] = files
         repository.refs[ref] = commit
@@ -109,7 +121,11 @@ class FakeHub:
     def oid(path: str, data: bytes) -> str:
         """What names the content: sha256 of what LFS keeps, git's hash of a blob."""
         large = path.endswith(".safetensors")
-        return hashlib.sha256(data).hexdigest() if large else hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        return (
+            hashlib.sha256(data).hexdigest()
+            if large
+            else hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        )
 
     def find(self, name: str, revision: str) -> tuple[str, Files]:
         """The commit that `revision` names, and its files."""
@@ -145,9 +161,13 @@ class _Handler(Writes, BaseHTTPRequestHandler):
         try:
             self.hub.refuse_if_busy(url.path)
             for method, pattern, name in _ROUTES:
-                if re.fullmatch(method, self.command) and (match := re.fullmatch(pattern, url.path)):
+                if re.fullmatch(method, self.command) and (
+                    match := re.fullmatch(pattern, url.path)
+                ):
                     self._refuse_strangers(match.groupdict().get("name") or "")
-                    return getattr(self, name)(**{k: unquote(v or "main") for k, v in match.groupdict().items()})
+                    return getattr(self, name)(
+                        **{k: unquote(v or "main") for k, v in match.groupdict().items()}
+                    )
             raise RefusedError(404, "")
         except BrokenPipeError:
             self.close_connection = True  # the client was killed
@@ -170,10 +190,20 @@ class _Handler(Writes, BaseHTTPRequestHandler):
         commit, files = self.hub.find(name, revision)
         sized = "blobs" in self.query
         siblings = [{"rfilename": f, **(_sizes(f, d) if sized else {})} for f, d in files.items()]
-        self._json({"_id": "0", "id": name, "modelId": name, "sha": commit,
-                    "private": self.hub.repositories[name].private, "tags": [],
-                    "gated": self.hub.repositories[name].gated and "manual", "downloads": 0, "likes": 0,
-                    "siblings": siblings})  # fmt: skip
+        self._json(
+            {
+                "_id": "0",
+                "id": name,
+                "modelId": name,
+                "sha": commit,
+                "private": self.hub.repositories[name].private,
+                "tags": [],
+                "gated": self.hub.repositories[name].gated and "manual",
+                "downloads": 0,
+                "likes": 0,
+                "siblings": siblings,
+            }
+        )
 
     def tree(self, name: str, revision: str) -> None:
         _, files = self.hub.find(name, revision)
@@ -192,12 +222,18 @@ class _Handler(Writes, BaseHTTPRequestHandler):
         if file not in files or file == self.hub.repositories[name].lost:
             raise RefusedError(404, "EntryNotFound")
         data, status = files[file], 200
-        headers = {"ETag": f'"{self.hub.oid(file, data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{self.hub.oid(file, data)}"',
+            "X-Repo-Commit": commit,
+            "Accept-Ranges": "bytes",
+        }
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
             start, stop = int(match[1]), min(int(match[2] or len(data)) + 1, len(data))
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
             data, status = data[start:stop], 206
-        self.hub.count(f"{self.command} {file}", f"{name}/{file}", len(data) if self.command == "GET" else 0)
+        self.hub.count(
+            f"{self.command} {file}", f"{name}/{file}", len(data) if self.command == "GET" else 0
+        )
         self._answer(status, data, headers)
 
     def _json(self, value: Any) -> None:
@@ -224,5 +260,7 @@ def _entry(path: str, data: bytes) -> dict[str, Any]:
 
 def _sizes(path: str, data: bytes) -> dict[str, Any]:
     oid = FakeHub.oid(path, data)
-    large = {"lfs": {"sha256": oid, "size": len(data), "pointerSize": 134}} if len(oid) == 64 else {}
+    large = (
+        {"lfs": {"sha256": oid, "size": len(data), "pointerSize": 134}} if len(oid) == 64 else {}
+    )
     return {"size": len(data), "blobId": oid[:40], **large}

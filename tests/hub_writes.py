@@ -1,4 +1,6 @@
-"""The half of the Hub on localhost that writes: repositories, LFS, commits, pull requests. See hub.py."""
+"""The half of the Hub on localhost that writes: repositories, LFS, commits, pull requests. See
+hub.py.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Writes:
         if name in self.hub.repositories:
             self.refuse(409, "")
         self.hub.add(name, {".gitattributes": b""})
-        self.hub.repositories[name].private = asked.get("visibility") == "private" or bool(asked.get("private"))
+        self.hub.repositories[name].private = asked.get("visibility") == "private" or bool(
+            asked.get("private")
+        )
         self._json({"url": f"{self.hub.endpoint}/{name}"})
 
     def validate_yaml(self) -> None:
@@ -56,11 +60,21 @@ class Writes:
     def preupload(self, name: str, revision: str) -> None:
         self._require_token()
         _, files = self.hub.find(name, revision)
-        self._json({"files": [
-            {"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular", "shouldIgnore": False,
-             "oid": self.hub.oid(f["path"], files[f["path"]]) if f["path"] in files else None}
-            for f in json.loads(self.body)["files"]
-        ]})  # fmt: skip
+        self._json(
+            {
+                "files": [
+                    {
+                        "path": f["path"],
+                        "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular",
+                        "shouldIgnore": False,
+                        "oid": self.hub.oid(f["path"], files[f["path"]])
+                        if f["path"] in files
+                        else None,
+                    }
+                    for f in json.loads(self.body)["files"]
+                ]
+            }
+        )
 
     def lfs_batch(self, name: str) -> None:
         self._require_token()
@@ -90,7 +104,9 @@ class Writes:
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
         commit = self.hub.add(name, files, ref=revision)
-        self._json({"commitUrl": f"{self.hub.endpoint}/{name}/commit/{commit}", "commitOid": commit})
+        self._json(
+            {"commitUrl": f"{self.hub.endpoint}/{name}/commit/{commit}", "commitOid": commit}
+        )
 
     def list_pulls(self, name: str) -> None:
         pulls = self.hub.repositories[name].pulls
@@ -102,9 +118,18 @@ class Writes:
         assert asked["pullRequest"] is True
         number = len(repository.pulls) + 1
         repository.refs[f"refs/pr/{number}"] = repository.refs["main"]
-        pull = {"num": number, "title": asked["title"], "status": "draft", "isPullRequest": True, "author": {"name": "me"},
-                "createdAt": "2026-01-01T00:00:00.000Z", "repo": {"name": name, "type": "model"}, "events": [],
-                "changes": {"base": "refs/heads/main"}, "filesWithConflicts": []}  # fmt: skip
+        pull = {
+            "num": number,
+            "title": asked["title"],
+            "status": "draft",
+            "isPullRequest": True,
+            "author": {"name": "me"},
+            "createdAt": "2026-01-01T00:00:00.000Z",
+            "repo": {"name": name, "type": "model"},
+            "events": [],
+            "changes": {"base": "refs/heads/main"},
+            "filesWithConflicts": [],
+        }
         repository.pulls.append(pull)
         self._json(pull)
 
@@ -115,8 +140,17 @@ class Writes:
         self._require_token()
         status = json.loads(self.body)["status"]
         self.hub.repositories[name].pulls[int(number) - 1]["status"] = status
-        self._json({"newStatus": {"id": "1", "type": "status-change", "createdAt": "2026-01-01T00:00:00.000Z",
-                                  "author": {"name": "me"}, "data": {"status": status}}})  # fmt: skip
+        self._json(
+            {
+                "newStatus": {
+                    "id": "1",
+                    "type": "status-change",
+                    "createdAt": "2026-01-01T00:00:00.000Z",
+                    "author": {"name": "me"},
+                    "data": {"status": status},
+                }
+            }
+        )
 
     def merge(self, name: str, number: str) -> None:
         self._require_token()

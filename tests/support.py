@@ -18,8 +18,15 @@ from safetensors.torch import save_file
 COMMAND = (sys.executable, "-m", "surgery")
 
 
-def llama_tensors(*, layers: int = 2, hidden: int = 32, ff: int = 64, vocab: int = 64, heads: int = 4,
-                  dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:  # fmt: skip
+def llama_tensors(
+    *,
+    layers: int = 2,
+    hidden: int = 32,
+    ff: int = 64,
+    vocab: int = 64,
+    heads: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, torch.Tensor]:
     """N(0, 0.05²) weights under llama's names."""
     draw = torch.Generator().manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {
@@ -32,33 +39,68 @@ def llama_tensors(*, layers: int = 2, hidden: int = 32, ff: int = 64, vocab: int
         shapes |= {f"{start}mlp.{p}_proj.weight": (ff, hidden) for p in ("gate", "up")}
         shapes |= {f"{start}mlp.down_proj.weight": (hidden, ff)}
     tensors = {n: (torch.randn(s, generator=draw) * 0.05).to(dtype) for n, s in shapes.items()}
-    norms = [f"model.layers.{i}.{p}_layernorm.weight" for i in range(layers) for p in ("input", "post_attention")]
+    norms = [
+        f"model.layers.{i}.{p}_layernorm.weight"
+        for i in range(layers)
+        for p in ("input", "post_attention")
+    ]
     return tensors | {n: torch.ones(hidden, dtype=dtype) for n in (*norms, "model.norm.weight")}
 
 
 def llama_config(
-    *, layers: int = 2, hidden: int = 32, ff: int = 64, vocab: int = 64, heads: int = 4, **fields: Any
+    *,
+    layers: int = 2,
+    hidden: int = 32,
+    ff: int = 64,
+    vocab: int = 64,
+    heads: int = 4,
+    **fields: Any,
 ) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": ff,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": vocab,
-        "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    } | fields  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": ff,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    } | fields
 
 
-def write_llama(folder: Path, *, shards: int = 1, tensors: Mapping[str, torch.Tensor] | None = None,
-                fields: Mapping[str, Any] | None = None, **sizes: Any) -> Path:  # fmt: skip
-    """A llama checkpoint in `folder`, written by the safetensors library; `sizes` as in `llama_tensors`."""
+def write_llama(
+    folder: Path,
+    *,
+    shards: int = 1,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    fields: Mapping[str, Any] | None = None,
+    **sizes: Any,
+) -> Path:
+    """A llama checkpoint in `folder`, written by the safetensors library; `sizes` as in
+    `llama_tensors`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = dict(tensors or llama_tensors(**sizes))
     sizes.pop("dtype", None)
-    (folder / "config.json").write_text(json.dumps(llama_config(**sizes, **(fields or {})), indent=2))
+    (folder / "config.json").write_text(
+        json.dumps(llama_config(**sizes, **(fields or {})), indent=2)
+    )
     write_shards(folder, tensors, shards)
     return folder
 
 
-def write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], shards: int = 1) -> dict[str, str]:
+def write_shards(
+    folder: Path, tensors: Mapping[str, torch.Tensor], shards: int = 1
+) -> dict[str, str]:
     """`tensors` in `shards` files and their index (no index for one); the weight map."""
     if shards == 1:
         save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
@@ -66,8 +108,14 @@ def write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], shards: int 
     files = [f"model-{i:05d}-of-{shards:05d}.safetensors" for i in range(1, shards + 1)]
     weight_map = {name: files[i * shards // len(tensors)] for i, name in enumerate(tensors)}
     for file in files:
-        save_file({n: t for n, t in tensors.items() if weight_map[n] == file}, folder / file, metadata={"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        save_file(
+            {n: t for n, t in tensors.items() if weight_map[n] == file},
+            folder / file,
+            metadata={"format": "pt"},
+        )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return weight_map
 
 
@@ -89,48 +137,75 @@ Call = Callable[..., Ran]  # what the fixture `call` of tests/cli gives
 
 def environment(**variables: str) -> dict[str, str]:
     """This process's environment without what would change a test's outcome, and `variables`."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "SURGERY_", "TRANSFORMERS_"))}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("HF_", "SURGERY_", "TRANSFORMERS_"))
+    }
     return kept | {"OMP_NUM_THREADS": "1", **variables}
 
 
 def surgery(*arguments: object, cwd: Path | None = None, **variables: str) -> Ran:
     """Run the command line in a process of its own."""
-    done = subprocess.run([*COMMAND, *map(str, arguments)], cwd=cwd, env=environment(**variables), capture_output=True,
-                          text=True, timeout=120, stdin=subprocess.DEVNULL)  # fmt: skip
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        cwd=cwd,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, with its content."""
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 def assert_two_lines(ran: Ran, *words: str, code: int = 1) -> None:
-    """Exactly `error: …` and `hint: …` on stderr, nothing on stdout, and each of `words` in them."""
+    """Exactly `error: …` and `hint: …` on stderr, nothing on stdout, and each of `words` in
+    them.
+    """
     lines = ran.err.splitlines()
     assert ran.code == code, ran
-    assert len(lines) == 2 and lines[0].startswith("error: ") and lines[1].startswith("hint: "), ran.err
+    assert len(lines) == 2 and lines[0].startswith("error: ") and lines[1].startswith("hint: "), (
+        ran.err
+    )
     assert ran.out == ""
     for word in words:
         assert word in ran.err, ran.err
 
 
 def found_by_transformers_4(outputs: Mapping[str, Path], modules: Path) -> dict[str, Any]:
-    """What transformers 4.57 finds of written outputs beside their OUTPUT.pt (modeling/load_travelling.py), in one process: its
-    import costs more than all the models. `modules` is where it keeps the code that travels."""
+    """What transformers 4.57 finds of written outputs beside their OUTPUT.pt
+    (modeling/load_travelling.py), in one process: its import costs more than all the models.
+    `modules` is where it keeps the code that travels."""
     folder = os.environ.get("SURGERY_TRANSFORMERS_4")
     if not folder:
         pytest.skip("SURGERY_TRANSFORMERS_4 names no folder with transformers 4.57")
-    job = {name: {"folder": str(output), "expected": f"{output}.pt"} for name, output in outputs.items()}
+    job = {
+        name: {"folder": str(output), "expected": f"{output}.pt"}
+        for name, output in outputs.items()
+    }
     variables = {
         **os.environ,
         "PYTHONPATH": str(Path(folder).expanduser()),
         "HF_HUB_OFFLINE": "1",
         "HF_MODULES_CACHE": str(modules),
     }
-    script = Path(__file__).parent / "modeling" / "load_travelling.py"
+    script = Path(__file__).parent / "blocks" / "load_travelling.py"
     done = subprocess.run(
-        [sys.executable, script], input=json.dumps(job), env=variables, capture_output=True, text=True
+        [sys.executable, script],
+        input=json.dumps(job),
+        env=variables,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     result: dict[str, Any] = json.loads(done.stdout)

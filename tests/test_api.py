@@ -17,16 +17,22 @@ ROOT = Path(__file__).parent.parent
 
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["5,616,960 of 18,003,264 parameters are active", "True"]
 
 
 def test_operations_compose_into_one_pass(tmp_path: Path) -> None:
-    """The second operation sees the config and the tensors of the first; nothing is written between them."""
+    """The second operation sees the config and the tensors of the first; nothing is written between
+    them.
+    """
     source = surgery.open(MODEL)
     out = surgery.write(
-        surgery.upcycle(surgery.relufy(source, repair="none"), experts=2), tmp_path / "both", max_shard_size="10MB"
+        surgery.upcycle(surgery.relufy(source, repair="none"), experts=2),
+        tmp_path / "both",
+        max_shard_size="10MB",
     )
     both = surgery.open(out)
     assert both.config["model_type"] == "mixtral" and both.config["hidden_act"] == "relu"
@@ -37,7 +43,9 @@ def test_operations_compose_into_one_pass(tmp_path: Path) -> None:
         surgery.upcycle(surgery.open(relufied), experts=2), tmp_path / "two", max_shard_size="10MB"
     )
     shards = sorted(p.name for p in out.glob("*.safetensors"))
-    assert len(shards) == 2 and all((out / n).read_bytes() == (upcycled / n).read_bytes() for n in shards)
+    assert len(shards) == 2 and all(
+        (out / n).read_bytes() == (upcycled / n).read_bytes() for n in shards
+    )
 
 
 def test_a_checkpoint_that_was_never_written_is_analysed() -> None:

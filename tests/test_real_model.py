@@ -1,4 +1,6 @@
-"""A real model through the whole tool: SURGERY_REAL_MODEL=FOLDER pytest -m slow. Minutes, and a few gigabytes of disk."""
+"""A real model through the whole tool: SURGERY_REAL_MODEL=FOLDER pytest -m slow. Minutes, and a few
+gigabytes of disk.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 import transformers
 
 import surgery
-from surgery.run import convert
+from surgery.workflow.run import convert
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

@@ -1,8 +1,9 @@
 """What the MLPs of a model do on text: one walk through its layers, with the collectors looking.
 
-An MLP is h = act(gate_proj x) ⊙ up_proj x, y = down_proj h (without a gate: h = act(up_proj x)). *gate* is the
-pre-activation, *product* is h. Every figure is of the sample's tokens but for the first of each sequence (Sample.mask).
-It is prefill, as one pass computes it; decoding sees the same values token by token.
+An MLP is h = act(gate_proj x) ⊙ up_proj x, y = down_proj h (without a gate: h = act(up_proj x)).
+*gate* is the pre-activation, *product* is h. Every figure is of the sample's tokens but for the
+first of each sequence (Sample.mask). It is prefill, as one pass computes it; decoding sees the same
+values token by token.
 """
 
 from __future__ import annotations
@@ -18,15 +19,23 @@ import torch
 from torch import Tensor, nn
 
 from surgery.analysis import sparsity
-from surgery.analysis.devices import Device, Work
+from surgery.analysis.devices import Cost, Device
 from surgery.analysis.sparsity import Linearity, Part, Truncation
 from surgery.analysis.weigh import Weights, weigh
 from surgery.calibration import collectors
-from surgery.calibration.collectors import Collapse, Collector, Distribution, Histogram, edges, runs_of, update_all
+from surgery.calibration.collectors import (
+    Collapse,
+    Collector,
+    Distribution,
+    Histogram,
+    edges,
+    runs_of,
+    update_all,
+)
 from surgery.calibration.data import Sample
 from surgery.calibration.observe import Taps, leaves, tapped
 from surgery.calibration.walk import Layer, Walk, processes
-from surgery.checkpoint import Checkpoint
+from surgery.checkpoint import Checkpoint, Progress
 from surgery.errors import UsageError
 from surgery.families import Family
 
@@ -37,14 +46,14 @@ ALWAYS = 0.99  # a neuron that is active for more of the tokens is called always
 EVERY = 4  # the histograms are of every fourth token; the product's exact zeros are counted in all
 SAMPLED = 512  # tokens of the reservoir
 LARGEST_COACTIVATION = 16384  # neurons: 1 GiB of int32
-Progress = Callable[[int, int], None]  # layers done, of how many
 Sink = Callable[[int, Tensor], None]  # a layer and its co-activation [F, F] int32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mlp:
-    """A dense MLP, or the shared expert of a mixture. Rates and sparsities are fractions; `unions` is 1 − |∪ active| / F
-    over windows of tokens; `overlap` is the part of a token's active neurons that the token before it had active."""
+class MlpStatistics:
+    """A dense MLP, or the shared expert of a mixture. Rates and sparsities are fractions; `unions`
+    is 1 − |∪ active| / F over windows of tokens; `overlap` is the part of a token's active neurons
+    that the token before it had active."""
 
     part: str  # "mlp" or "shared expert"
     width: int
@@ -81,32 +90,57 @@ class Mlp:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "part": self.part, "width": self.width, "gated": self.gated, "tokens": self.tokens,
+            "part": self.part,
+            "width": self.width,
+            "gated": self.gated,
+            "tokens": self.tokens,
             "product": _spread(self.product),
-            "gate": _spread(self.gate) | {"positive": self.gate.positive, "activated_zero": self.gate_zero,
-                                          "quantiles": {str(s): self.gate.quantile(s) for s in SPARSITIES}},
-            "up": self.up and _spread(self.up), "input": _spread(self.input),
-            "firing_rate": firing_rate(self), "dead": int((self.active == 0).sum()),
+            "gate": _spread(self.gate)
+            | {
+                "positive": self.gate.positive,
+                "activated_zero": self.gate_zero,
+                "quantiles": {str(s): self.gate.quantile(s) for s in SPARSITIES},
+            },
+            "up": self.up and _spread(self.up),
+            "input": _spread(self.input),
+            "firing_rate": firing_rate(self),
+            "dead": int((self.active == 0).sum()),
             "always": int((self.rate > ALWAYS).sum()),
-            "hot_80": {"firing": sparsity.hot_share(self.active), "mass": sparsity.hot_share(self.mass)},
+            "hot_80": {
+                "firing": sparsity.hot_share(self.active),
+                "mass": sparsity.hot_share(self.mass),
+            },
             "gini": {"firing": sparsity.gini(self.active), "mass": sparsity.gini(self.mass)},
-            "overlap": self.overlap, "union_sparsity": {str(w): s for w, s in self.unions.items()},
-            "cett": [asdict(t) for t in self.truncations], "linearity": asdict(self.linearity),
+            "overlap": self.overlap,
+            "union_sparsity": {str(w): s for w, s in self.unions.items()},
+            "cett": [asdict(t) for t in self.truncations],
+            "linearity": asdict(self.linearity),
             "input_norm": {"mean": self.input_norm, "max": self.input_largest},
             "outlier_channels": self.outliers,
-        }  # fmt: skip
+        }
 
     def tensors(self) -> dict[str, Tensor]:
-        histograms = {"product": self.product, "gate": self.gate, "up": self.up, "input": self.input}
+        histograms = {
+            "product": self.product,
+            "gate": self.gate,
+            "up": self.up,
+            "input": self.input,
+        }
         return {
-            "active": self.active, "nonzero": self.nonzero, "mass": self.mass, "input_rms": self.input_rms,
-            "input_peak": self.input_peak, **{f"{n}.histogram": d.counts for n, d in histograms.items() if d},
-        }  # fmt: skip
+            "active": self.active,
+            "nonzero": self.nonzero,
+            "mass": self.mass,
+            "input_rms": self.input_rms,
+            "input_peak": self.input_peak,
+            **{f"{n}.histogram": d.counts for n, d in histograms.items() if d},
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Router:
-    """A router and its routed experts; what is seen inside of them is None where their class does not show it."""
+class RouterStatistics:
+    """A router and its routed experts; what is seen inside of them is None where their class does
+    not show it.
+    """
 
     experts: int
     top_k: int
@@ -117,7 +151,9 @@ class Router:
     nonzero: Tensor | None  # [E, F] tokens with h != 0
     product: Distribution | None
     gate: Distribution | None
-    truncations: tuple[Truncation, ...] = ()  # of an expert's own output, one threshold for all of them
+    truncations: tuple[
+        Truncation, ...
+    ] = ()  # of an expert's own output, one threshold for all of them
 
     @property
     def width(self) -> int:
@@ -134,7 +170,9 @@ class Router:
 
     @property
     def balance(self) -> float:
-        """The entropy of the load as a fraction of ln E: 1 where every expert is chosen as often."""
+        """The entropy of the load as a fraction of ln E: 1 where every expert is chosen as
+        often.
+        """
         p = self.load.double() / self.load.sum()
         return -(p * p.clamp_min(1e-300).log()).sum().item() / math.log(self.experts)
 
@@ -148,12 +186,19 @@ class Router:
         if self.active is not None:
             rates = (self.active.double().mean(1) / self.load.clamp_min(1)).tolist()
         return {
-            "experts": self.experts, "top_k": self.top_k, "tokens": self.tokens,
-            "load": (self.load.double() / self.tokens).tolist(), "unused": int((self.load == 0).sum()),
-            "balance": self.balance, "busiest": self.busiest, "entropy": self.entropy, "firing_rate": rates,
-            "product": self.product and _spread(self.product), "gate": self.gate and _spread(self.gate),
+            "experts": self.experts,
+            "top_k": self.top_k,
+            "tokens": self.tokens,
+            "load": (self.load.double() / self.tokens).tolist(),
+            "unused": int((self.load == 0).sum()),
+            "balance": self.balance,
+            "busiest": self.busiest,
+            "entropy": self.entropy,
+            "firing_rate": rates,
+            "product": self.product and _spread(self.product),
+            "gate": self.gate and _spread(self.gate),
             "cett": [asdict(t) for t in self.truncations],
-        }  # fmt: skip
+        }
 
     def tensors(self) -> dict[str, Tensor]:
         found = {"load": self.load, "active": self.active, "nonzero": self.nonzero}
@@ -162,39 +207,55 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerAnalysis:
-    """`residual`: how far the stream after the layer is from one row for every token (collectors.Collapse)."""
+    """`residual`: how far the stream after the layer is from one row for every token
+    (collectors.Collapse).
+    """
 
     index: int
-    mlp: Mlp | None
-    router: Router | None
+    mlp: MlpStatistics | None
+    router: RouterStatistics | None
     residual: float
 
     @property
-    def inside(self) -> dict[str, Mlp | Router]:
+    def inside(self) -> dict[str, MlpStatistics | RouterStatistics]:
         """What was looked into, by the role of its weights."""
-        found: dict[str, Mlp | Router] = {} if self.mlp is None else {"mlp": self.mlp, "shared_experts": self.mlp}
-        return found | ({"routed_experts": self.router} if self.router and self.router.product else {})
+        found: dict[str, MlpStatistics | RouterStatistics] = (
+            {} if self.mlp is None else {"mlp": self.mlp, "shared_experts": self.mlp}
+        )
+        return found | (
+            {"routed_experts": self.router} if self.router and self.router.product else {}
+        )
 
     def as_dict(self) -> dict[str, Any]:
-        return {"layer": self.index, "mlp": self.mlp and self.mlp.as_dict(),
-                "router": self.router and self.router.as_dict(), "residual": self.residual}  # fmt: skip
+        return {
+            "layer": self.index,
+            "mlp": self.mlp and self.mlp.as_dict(),
+            "router": self.router and self.router.as_dict(),
+            "residual": self.residual,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving:
-    """What one token reads and multiplies in the MLPs of the whole model: all of it, and what `kernel` leaves of it at
-    the sparsity that `rule` gives each MLP, shared expert and set of routed experts. What cannot be looked into stays
-    whole. `sparsity` is the mean over the neurons that a token passes."""
+    """What one token reads and multiplies in the MLPs of the whole model: all of it, and what
+    `kernel` leaves of it at the sparsity that `rule` gives each MLP, shared expert and set of
+    routed experts. What cannot be looked into stays whole. `sparsity` is the mean over the neurons
+    that a token passes."""
 
     rule: str
     kernel: str
     sparsity: float
-    before: Work
-    after: Work
+    before: Cost
+    after: Cost
 
     def as_dict(self, device: Device) -> dict[str, Any]:
-        return {"rule": self.rule, "kernel": self.kernel, "sparsity": self.sparsity,
-                "before": self.before.as_dict(device), "after": self.after.as_dict(device)}  # fmt: skip
+        return {
+            "rule": self.rule,
+            "kernel": self.kernel,
+            "sparsity": self.sparsity,
+            "before": self.before.as_dict(device),
+            "after": self.after.as_dict(device),
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,19 +271,25 @@ class Analysis:
     weights: Weights
 
     @property
-    def mlps(self) -> list[Mlp]:
+    def mlps(self) -> list[MlpStatistics]:
         return [layer.mlp for layer in self.layers if layer.mlp]
 
     @property
-    def routers(self) -> list[Router]:
+    def routers(self) -> list[RouterStatistics]:
         return [layer.router for layer in self.layers if layer.router]
 
     @property
-    def inside(self) -> list[Mlp | Router]:
-        """Dense MLPs, shared experts, and the routed experts of a layer that could be looked into."""
+    def inside(self) -> list[MlpStatistics | RouterStatistics]:
+        """Dense MLPs, shared experts, and the routed experts of a layer that could be looked
+        into.
+        """
         return [*self.mlps, *(router for router in self.routers if router.product)]
 
-    def mean(self, value: Callable[[Any], float], over: Sequence[Mlp | Router] | None = None) -> float:
+    def mean(
+        self,
+        value: Callable[[Any], float],
+        over: Sequence[MlpStatistics | RouterStatistics] | None = None,
+    ) -> float:
         """Over the neurons of all dense MLPs (or of what is given); NaN without one."""
         parts = self.mlps if over is None else over
         width = sum(p.width for p in parts)
@@ -233,46 +300,75 @@ class Analysis:
         """Exact zeros, and what CETT allows, under each kernel that could make use of them."""
         if not self.inside:
             return []
-        tails = [(f"CETT {c}", kernel, at_cett(c)) for c in CETT for kernel in ("down only", "foreseen")]
+        tails = [
+            (f"CETT {c}", kernel, at_cett(c)) for c in CETT for kernel in ("down only", "foreseen")
+        ]
         return [self.saving(*s) for s in (("exact zeros", "gate first", exact_zeros), *tails)]
 
-    def saving(self, rule: str, kernel: str, value: Callable[[Mlp | Router], float]) -> Saving:
-        before, left = Work(0, 0), Work(0, 0)
+    def saving(
+        self, rule: str, kernel: str, value: Callable[[MlpStatistics | RouterStatistics], float]
+    ) -> Saving:
+        before, left = Cost(0, 0), Cost(0, 0)
         for layer in self.layers:
             inside = layer.inside
             for role, work in _mlp_work(self.weights, layer.index).items():
                 part = inside.get(role)
                 share = sparsity.REMAINING[kernel](value(part), part.gated) if part else 1.0
-                before = Work(before.flops + work.flops, before.nbytes + work.nbytes)
-                left = Work(left.flops + share * work.flops, left.nbytes + share * work.nbytes)
-        return Saving(rule=rule, kernel=kernel, sparsity=self.mean(value, self.inside), before=before, after=left)
+                before = Cost(before.flops + work.flops, before.nbytes + work.nbytes)
+                left = Cost(left.flops + share * work.flops, left.nbytes + share * work.nbytes)
+        return Saving(
+            rule=rule,
+            kernel=kernel,
+            sparsity=self.mean(value, self.inside),
+            before=before,
+            after=left,
+        )
 
     @property
     def totals(self) -> dict[str, Any]:
         """Over all dense MLPs, and over all routed experts."""
-        found: dict[str, Any] = {} if not self.mlps else {
-            **_means(self, self.mlps), "firing_rate": self.mean(firing_rate),
-            "dead": sum(int((m.active == 0).sum()) for m in self.mlps), "neurons": sum(m.width for m in self.mlps),
-        }  # fmt: skip
+        found: dict[str, Any] = (
+            {}
+            if not self.mlps
+            else {
+                **_means(self, self.mlps),
+                "firing_rate": self.mean(firing_rate),
+                "dead": sum(int((m.active == 0).sum()) for m in self.mlps),
+                "neurons": sum(m.width for m in self.mlps),
+            }
+        )
         routed = [router for router in self.routers if router.product]
         return found | ({"routed_experts": _means(self, routed)} if routed else {})
 
     def as_dict(self, device: Device) -> dict[str, Any]:
         """For JSON; `device` is what the savings are timed on, one sequence at a time."""
-        return _finite({
-            "source": self.source, "model_type": self.model_type, "activation": self.activation, "dtype": self.dtype,
-            "sample": self.sample.as_dict(),
-            "events": {"active": "gate pre-activation > 0 (up's in an MLP without a gate)", "zero": "h = 0"},
-            "totals": self.totals, "savings": [s.as_dict(device) for s in self.savings], "device": device.as_dict(),
-            "layers": [layer.as_dict() for layer in self.layers],
-        })  # fmt: skip
+        return _finite(
+            {
+                "source": self.source,
+                "model_type": self.model_type,
+                "activation": self.activation,
+                "dtype": self.dtype,
+                "sample": self.sample.as_dict(),
+                "events": {
+                    "active": "gate pre-activation > 0 (up's in an MLP without a gate)",
+                    "zero": "h = 0",
+                },
+                "totals": self.totals,
+                "savings": [s.as_dict(device) for s in self.savings],
+                "device": device.as_dict(),
+                "layers": [layer.as_dict() for layer in self.layers],
+            }
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that is counted per neuron, expert or bin: "layers.3.mlp.active"."""
         found = {"histogram.edges": edges()}
         for layer in self.layers:
             for part, value in (("mlp", layer.mlp), ("router", layer.router)):
-                found |= {f"layers.{layer.index}.{part}.{n}": t for n, t in (value.tensors() if value else {}).items()}
+                found |= {
+                    f"layers.{layer.index}.{part}.{n}": t
+                    for n, t in (value.tensors() if value else {}).items()
+                }
         return found
 
     def save(self, folder: Path, device: Device) -> None:
@@ -283,20 +379,20 @@ class Analysis:
         (folder / "analysis.json").write_text(text + "\n", encoding="utf-8")
 
 
-def firing_rate(mlp: Mlp) -> float:
+def firing_rate(mlp: MlpStatistics) -> float:
     return mlp.rate.mean().item()
 
 
-def exact_zeros(part: Mlp | Router) -> float:
+def exact_zeros(part: MlpStatistics | RouterStatistics) -> float:
     return part.product.zero if part.product else math.nan
 
 
-def at_cett(cett: float) -> Callable[[Mlp | Router], float]:
+def at_cett(cett: float) -> Callable[[MlpStatistics | RouterStatistics], float]:
     """The sparsity at that error."""
     return lambda part: part.at(cett).sparsity
 
 
-def _means(a: Analysis, parts: Sequence[Mlp | Router]) -> dict[str, float]:
+def _means(a: Analysis, parts: Sequence[MlpStatistics | RouterStatistics]) -> dict[str, float]:
     sparsities = {f"sparsity_at_cett_{c}": a.mean(at_cett(c), parts) for c in CETT}
     return {"exact_zero": a.mean(exact_zeros, parts), **sparsities}
 
@@ -317,7 +413,9 @@ def _spread(d: Distribution) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: None stands for it, as where an MLP that is zero leaves nothing to divide by."""
+    """JSON has no NaN: None stands for it, as where an MLP that is zero leaves nothing to divide
+    by.
+    """
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -325,7 +423,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _mlp_work(weights: Weights, index: int) -> dict[str, Work]:
+def _mlp_work(weights: Weights, index: int) -> dict[str, Cost]:
     """FLOPs and bytes of one token in the MLPs of a layer, by role."""
     found = {}
     for layer in weights.layers:
@@ -333,17 +431,20 @@ def _mlp_work(weights: Weights, index: int) -> dict[str, Work]:
             for role in ("mlp", "shared_experts", "routed_experts"):
                 if role in layer.tallies:
                     tally, share = layer.tallies[role], layer.touched(role)
-                    found[role] = Work(2 * tally.matrices * share, tally.nbytes * share)
+                    found[role] = Cost(2 * tally.matrices * share, tally.nbytes * share)
     return found
 
 
-# --- the walk ---------------------------------------------------------------------------------------------------------
+# --- the walk -------------------------------------------------------------------------------------
 
 
 _DENSE: dict[str, Callable[[], Collector]] = {
-    "activity": collectors.Activity, "reuse": collectors.Reuse, "inputs": collectors.Inputs,
-    "reservoir": collectors.Reservoir, "coactivation": collectors.CoActivation,
-}  # fmt: skip
+    "activity": collectors.Activity,
+    "reuse": collectors.Reuse,
+    "inputs": collectors.Inputs,
+    "reservoir": collectors.Reservoir,
+    "coactivation": collectors.CoActivation,
+}
 
 
 @dataclass(kw_only=True)
@@ -360,9 +461,16 @@ class _Observers:
         if taps.parts.down is not None:
             taps_of = ("gate", "input", *(("up",) if taps.family.gated else ()), "product")
             found.dense = {name: Histogram(name, EVERY) for name in taps_of}
-            found.dense |= {name: make() for name, make in _DENSE.items() if coactivation or name != "coactivation"}
+            found.dense |= {
+                name: make()
+                for name, make in _DENSE.items()
+                if coactivation or name != "coactivation"
+            }
         if taps.parts.router is not None:
-            found.routed = {"routing": collectors.Routing(taps.experts), "reservoir": collectors.ExpertReservoir()}
+            found.routed = {
+                "routing": collectors.Routing(taps.experts),
+                "reservoir": collectors.ExpertReservoir(),
+            }
         return found
 
     @property
@@ -381,53 +489,87 @@ class _Observers:
             update_all([*self.routed.values(), *(() if self.dense else (self.stream,))], seen)
 
 
-def analyze(checkpoint: Checkpoint, sample: Sample, *, dtype: torch.dtype = torch.float32, device: str = "cpu",
-            coactivation: Sink | None = None, memory_budget: int | None = None, seed: int = 0,
-            progress: Progress = lambda done, total: None) -> Analysis:  # fmt: skip
+def analyze(
+    checkpoint: Checkpoint,
+    sample: Sample,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    coactivation: Sink | None = None,
+    memory_budget: int | None = None,
+    seed: int = 0,
+    progress: Progress = lambda n: None,
+) -> Analysis:
     """Walk the checkpoint over the sample and count.
 
-    `coactivation` is given AᵀA of each layer, which would not fit in memory for all of them. `seed` chooses the tokens
-    of the reservoir. Where torch.distributed is up, each process takes its part of the sequences and all of them return
-    the same. Hidden states beyond `memory_budget` bytes go to a temporary file.
+    `coactivation` is given AᵀA of each layer, which would not fit in memory for all of them. `seed`
+    chooses the tokens of the reservoir. Where torch.distributed is up, each process takes its part
+    of the sequences and all of them return the same. Hidden states beyond `memory_budget` bytes go
+    to a temporary file.
     """
     weights = weigh(checkpoint, checkpoint.config)
     widest = max((w for layer in weights.layers for w in layer.widths.values()), default=0)
     if coactivation is not None and widest > LARGEST_COACTIVATION:
-        raise UsageError(f"the co-activation of {widest:,} neurons takes {4e-9 * widest**2:.1f} GB a layer",
-                         f"it is counted for {LARGEST_COACTIVATION:,} at most: leave it out")  # fmt: skip
+        raise UsageError(
+            f"the co-activation of {widest:,} neurons takes {4e-9 * widest**2:.1f} GB a layer",
+            f"it is counted for {LARGEST_COACTIVATION:,} at most: leave it out",
+        )
     mine = _mine(sample)
-    walk = Walk(checkpoint, sample.input_ids[mine], dtype=dtype, device=device, memory_budget=memory_budget)
+    walk = Walk(
+        checkpoint, sample.input_ids[mine], dtype=dtype, device=device, memory_budget=memory_budget
+    )
     where = _batches(sample, walk, mine, seed)
     layers = []
     for layer in walk:
         layers.append(_observe(layer, walk, where, weights.activation, coactivation))
-        progress(layer.index + 1, len(walk))
-    return Analysis(source=checkpoint.source.location, model_type=weights.model_type, activation=weights.activation,
-                    dtype=str(dtype).removeprefix("torch."), sample=sample, layers=tuple(layers), weights=weights)  # fmt: skip
+        progress(1)
+    return Analysis(
+        source=checkpoint.source.location,
+        model_type=weights.model_type,
+        activation=weights.activation,
+        dtype=str(dtype).removeprefix("torch."),
+        sample=sample,
+        layers=tuple(layers),
+        weights=weights,
+    )
 
 
 def _mine(sample: Sample) -> slice:
     """The sequences of this process."""
     rank, world = processes()
     if world > len(sample.input_ids):
-        raise UsageError(f"{world} processes cannot share {len(sample.input_ids)} sequences", "give more --tokens")
+        raise UsageError(
+            f"{world} processes cannot share {len(sample.input_ids)} sequences",
+            "give more --tokens",
+        )
     return slice(rank, None, world)
 
 
 def _batches(sample: Sample, walk: Walk, mine: slice, seed: int) -> list[dict[str, Any]]:
-    """mask, its runs, sampled and index of each batch. The reservoir is drawn from the tokens that count, once for all layers."""
+    """mask, its runs, sampled and index of each batch. The reservoir is drawn from the tokens that
+    count, once for all layers.
+    """
     mask = sample.mask
     index = torch.arange(mask.numel()).view_as(mask)
     counted = index[mask]
-    drawn = counted[torch.randperm(len(counted), generator=torch.Generator().manual_seed(seed))[:SAMPLED]]
+    drawn = counted[
+        torch.randperm(len(counted), generator=torch.Generator().manual_seed(seed))[:SAMPLED]
+    ]
     sampled = torch.isin(index, drawn)
     sizes = [len(h) for h in walk.hidden]
-    parts = zip(*(t[mine].to(walk.device).split(sizes) for t in (mask, sampled, index)), strict=True)
+    parts = zip(
+        *(t[mine].to(walk.device).split(sizes) for t in (mask, sampled, index)), strict=True
+    )
     return [{"mask": m, "runs": runs_of(m), "sampled": s, "index": i} for m, s, i in parts]
 
 
-def _observe(layer: Layer, walk: Walk, where: list[dict[str, Any]], activation: str,
-             coactivation: Sink | None) -> LayerAnalysis:  # fmt: skip
+def _observe(
+    layer: Layer,
+    walk: Walk,
+    where: list[dict[str, Any]],
+    activation: str,
+    coactivation: Sink | None,
+) -> LayerAnalysis:
     family, config = walk.blocks.family, walk.checkpoint.text_config
     with tapped(layer.module, family, config) as taps:
         seen = _Observers.of(taps, coactivation is not None)
@@ -440,11 +582,14 @@ def _observe(layer: Layer, walk: Walk, where: list[dict[str, Any]], activation: 
     router = _routed(seen.routed, taps, family) if seen.routed else None
     stream = seen.stream.state
     return LayerAnalysis(
-        index=layer.index, mlp=mlp, router=router, residual=(stream["ratios"] / stream["sequences"]).item()
+        index=layer.index,
+        mlp=mlp,
+        router=router,
+        residual=(stream["ratios"] / stream["sequences"]).item(),
     )
 
 
-def _mlp(found: Mapping[str, Any], taps: Taps, family: Family, activation: str) -> Mlp:
+def _mlp(found: Mapping[str, Any], taps: Taps, family: Family, activation: str) -> MlpStatistics:
     """The figures of one dense MLP, whose weights are loaded."""
     activity, reuse, inputs = (found[name].state for name in ("activity", "reuse", "inputs"))
     tokens, width = int(activity["tokens"]), len(activity["active"])
@@ -454,44 +599,74 @@ def _mlp(found: Mapping[str, Any], taps: Taps, family: Family, activation: str) 
     unions = 1 - reuse["union"].double() / (reuse["windows"].clamp_min(1) * width)
     gate = found["gate"].result()
     part = Part(product=rows["product"], output=rows["output"], down=down)
-    return Mlp(
-        part="mlp" if taps.parts.router is None else "shared expert", width=width, gated=family.gated, tokens=tokens,
-        product=found["product"].result(), gate=gate, up=found["up"].result() if "up" in found else None,
-        input=found["input"].result(), gate_zero=_dead_half(gate, activation),
-        active=activity["active"], nonzero=activity["nonzero"],
+    return MlpStatistics(
+        part="mlp" if taps.parts.router is None else "shared expert",
+        width=width,
+        gated=family.gated,
+        tokens=tokens,
+        product=found["product"].result(),
+        gate=gate,
+        up=found["up"].result() if "up" in found else None,
+        input=found["input"].result(),
+        gate_zero=_dead_half(gate, activation),
+        active=activity["active"],
+        nonzero=activity["nonzero"],
         mass=activity["magnitude"] / tokens * part.sizes.cpu().double(),
         overlap=reuse["shared"].item() / max(1, reuse["after"].item()),
-        unions={w: u for w, u, n in zip(collectors.WINDOWS, unions.tolist(), reuse["windows"].tolist(), strict=True) if n},
+        unions={
+            w: u
+            for w, u, n in zip(
+                collectors.WINDOWS, unions.tolist(), reuse["windows"].tolist(), strict=True
+            )
+            if n
+        },
         truncations=tuple(sparsity.truncations([part], CETT)),
-        linearity=sparsity.linearity(rows["input"], rows["output"], activity["active"], tokens, activation=activation,
-                                     gated=family.gated),
-        input_rms=(inputs["squares"] / tokens).sqrt(), input_peak=inputs["peak"],
-        input_norm=(inputs["norms"] / tokens).item(), input_largest=inputs["largest"].item(),
-    )  # fmt: skip
+        linearity=sparsity.linearity(
+            rows["input"],
+            rows["output"],
+            activity["active"],
+            tokens,
+            activation=activation,
+            gated=family.gated,
+        ),
+        input_rms=(inputs["squares"] / tokens).sqrt(),
+        input_peak=inputs["peak"],
+        input_norm=(inputs["norms"] / tokens).item(),
+        input_largest=inputs["largest"].item(),
+    )
 
 
 def _dead_half(gate: Distribution, activation: str) -> float:
-    """The fraction of gates that the activation makes an exact zero, taken at the lower edges of the bins."""
+    """The fraction of gates that the activation makes an exact zero, taken at the lower edges of
+    the bins.
+    """
     from transformers.activations import ACT2FN
 
     act: Any = ACT2FN[activation] if activation in ACT2FN else nn.Identity()
     lower = edges()[:-1].float()
-    dead = [int(counts[act(sign * lower) == 0].sum()) for sign, counts in zip((1, -1), gate.counts, strict=True)]
+    dead = [
+        int(counts[act(sign * lower) == 0].sum())
+        for sign, counts in zip((1, -1), gate.counts, strict=True)
+    ]
     return (sum(dead) + (gate.zeros if act(torch.zeros(())) == 0 else 0)) / gate.total
 
 
-def _routed(found: Mapping[str, Any], taps: Taps, family: Family) -> Router:
+def _routed(found: Mapping[str, Any], taps: Taps, family: Family) -> RouterStatistics:
     state = found["routing"].state
     tokens, entropy = int(state["tokens"]), state.get("entropy")
     parts = list(_experts(found["reservoir"].result(), taps, family)) if "product" in found else []
-    return Router(
-        experts=taps.experts, top_k=int(state["load"].sum()) // tokens, tokens=tokens, load=state["load"],
+    return RouterStatistics(
+        experts=taps.experts,
+        top_k=int(state["load"].sum()) // tokens,
+        tokens=tokens,
+        load=state["load"],
         entropy=None if entropy is None else entropy.item() / tokens / math.log(taps.experts),
-        active=state.get("active"), nonzero=state.get("nonzero"),
+        active=state.get("active"),
+        nonzero=state.get("nonzero"),
         product=found["product"].result() if "product" in found else None,
         gate=found["gate"].result() if "gate" in found else None,
         truncations=tuple(sparsity.truncations(parts, CETT)) if parts else (),
-    )  # fmt: skip
+    )
 
 
 def _experts(rows: Mapping[str, Tensor], taps: Taps, family: Family) -> Iterator[Part]:
@@ -500,11 +675,17 @@ def _experts(rows: Mapping[str, Tensor], taps: Taps, family: Family) -> Iterator
     for e, product in zip(chosen.tolist(), rows["product"].split(counts.tolist()), strict=True):
         down, bias = _down(taps.parts.experts, family, e)
         product = product.to(down.device)
-        yield Part(product=product, output=product @ down if bias is None else product @ down + bias, down=down)
+        yield Part(
+            product=product,
+            output=product @ down if bias is None else product @ down + bias,
+            down=down,
+        )
 
 
 def _down(experts: Any, family: Family, e: int) -> tuple[Tensor, Tensor | None]:
-    """W_down [F, H] of an expert, and its bias, in the module that transformers keeps it in (see observe)."""
+    """W_down [F, H] of an expert, and its bias, in the module that transformers keeps it in (see
+    observe).
+    """
     if isinstance(experts, nn.ModuleList):
         linear = getattr(experts[e], str(leaves(family)["down"]))
         return linear.weight.detach().T, None if linear.bias is None else linear.bias.detach()

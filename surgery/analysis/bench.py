@@ -1,9 +1,10 @@
-"""Decoding time of the MLPs, measured: one token against weights that no cache holds, dense and with zeros skipped.
+"""Decoding time of the MLPs, measured: one token against weights that no cache holds, dense and
+with zeros skipped.
 
-Each layer is timed on tokens of real text at the point of the walk where the model has them, so that the sparsity is the
-model's own. Skipping is the very code that travels with a checkpoint (surgery/modeling/sparse_mlp.py), around a stock MLP
-too. Dense and skipping take turns on the same tokens; the weights are evicted before each, as decoding reads those of all
-other layers in between.
+Each layer is timed on tokens of real text at the point of the walk where the model has them, so
+that the sparsity is the model's own. Skipping is the very code that travels with a checkpoint
+(surgery/blocks/sparse_mlp.py), around a stock MLP too. Dense and skipping take turns on the same
+tokens; the weights are evicted before each, as decoding reads those of all other layers in between.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery import modeling
+from surgery.blocks import block_config
 from surgery.calibration.data import Sample
 from surgery.calibration.observe import Taps, tapped
 from surgery.calibration.walk import Layer, Walk
-from surgery.checkpoint import Checkpoint
+from surgery.checkpoint import Checkpoint, Progress
 from surgery.errors import SurgeryError
 from surgery.families import Family, locate
 
@@ -31,14 +32,14 @@ TIMED = 16  # tokens of each layer
 EVICT = 2**28  # bytes written between two timings: more than a processor's last cache, or a GPU's
 WORTH = 1.05  # a smaller gain is within what timings vary
 ZEROING = ("relu", "relu2", "relu6")
-Progress = Callable[[int, int], None]  # layers done, of how many
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerBench:
-    """One MLP: milliseconds a token, medians. `sparsity` is of its products on the sample; `left` is the fraction of the
-    MLP's bytes that skipping still reads; `error` is ‖skipping − dense‖ / ‖dense‖, the largest of a token. A layer
-    that has no zeros to skip (`skips` False) is dense in both columns."""
+    """One MLP: milliseconds a token, medians. `sparsity` is of its products on the sample; `left`
+    is the fraction of the MLP's bytes that skipping still reads; `error` is ‖skipping − dense‖ /
+    ‖dense‖, the largest of a token. A layer that has no zeros to skip (`skips` False) is dense in
+    both columns."""
 
     index: int
     sparsity: float
@@ -49,9 +50,16 @@ class LayerBench:
     skips: bool = True
 
     def as_dict(self) -> dict[str, Any]:
-        return {"layer": self.index, "sparsity": self.sparsity, "bytes_left": self.left, "dense_ms": self.dense,
-                "skipping_ms": self.skipping, "speedup": self.dense / self.skipping, "error": self.error,
-                "skips": self.skips}  # fmt: skip
+        return {
+            "layer": self.index,
+            "sparsity": self.sparsity,
+            "bytes_left": self.left,
+            "dense_ms": self.dense,
+            "skipping_ms": self.skipping,
+            "speedup": self.dense / self.skipping,
+            "error": self.error,
+            "skips": self.skips,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,20 +105,38 @@ class Bench:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "source": self.source, "model_type": self.model_type, "dtype": self.dtype, "device": self.device,
-            "threads": self.threads, "sample": self.sample.as_dict(), "timed_tokens": TIMED, "dense_ms": self.dense,
-            "skipping_ms": self.skipping, "speedup": self.speedup, "ideal_speedup": self.ideal,
-            "sparsity": self.sparsity, "verdict": self.verdict, "layers": [layer.as_dict() for layer in self.layers],
-        }  # fmt: skip
+            "source": self.source,
+            "model_type": self.model_type,
+            "dtype": self.dtype,
+            "device": self.device,
+            "threads": self.threads,
+            "sample": self.sample.as_dict(),
+            "timed_tokens": TIMED,
+            "dense_ms": self.dense,
+            "skipping_ms": self.skipping,
+            "speedup": self.speedup,
+            "ideal_speedup": self.ideal,
+            "sparsity": self.sparsity,
+            "verdict": self.verdict,
+            "layers": [layer.as_dict() for layer in self.layers],
+        }
 
 
-def bench(checkpoint: Checkpoint, sample: Sample, *, dtype: torch.dtype = torch.float32, device: str = "cpu",
-          threads: int | None = None, progress: Progress = lambda done, total: None) -> Bench:  # fmt: skip
+def bench(
+    checkpoint: Checkpoint,
+    sample: Sample,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    threads: int | None = None,
+    progress: Progress = lambda n: None,
+) -> Bench:
     """Walk the checkpoint over the sample and time the MLP of each layer.
 
-    Raises SurgeryError where no layer can skip anything: no activation gives zeros, or its MLPs are not dense modules.
+    Raises SurgeryError where no layer can skip anything: no activation gives zeros, or its MLPs are
+    not dense modules.
     """
-    modeling.entry(locate(checkpoint).family, "sparse", ())  # raises where no MLP could be one
+    block_config.entry(locate(checkpoint).family, "sparse", ())  # raises where no MLP could be one
     walk = Walk(checkpoint, sample.input_ids, dtype=dtype, device=device)
     masks = sample.mask.split([len(h) for h in walk.hidden])
     clock = Clock(device)
@@ -118,14 +144,22 @@ def bench(checkpoint: Checkpoint, sample: Sample, *, dtype: torch.dtype = torch.
     with _threads(threads):
         for layer in walk:
             layers.append(_time_layer(layer, walk, masks, clock))
-            progress(layer.index + 1, len(walk))
+            progress(1)
         used = None if device != "cpu" else torch.get_num_threads()
     if not any(layer.skips for layer in layers):
-        raise SurgeryError(f"no MLP of {checkpoint.source.location} has zeros to skip",
-                           "`surgery relufy` makes them, and needs training after it")  # fmt: skip
-    return Bench(source=checkpoint.source.location, model_type=str(checkpoint.text_config.get("model_type")),
-                 dtype=str(dtype).removeprefix("torch."), device=device, threads=used, sample=sample,
-                 layers=tuple(layers))  # fmt: skip
+        raise SurgeryError(
+            f"no MLP of {checkpoint.source.location} has zeros to skip",
+            "`surgery relufy` makes them, and needs training after it",
+        )
+    return Bench(
+        source=checkpoint.source.location,
+        model_type=str(checkpoint.text_config.get("model_type")),
+        dtype=str(dtype).removeprefix("torch."),
+        device=device,
+        threads=used,
+        sample=sample,
+        layers=tuple(layers),
+    )
 
 
 @contextmanager
@@ -138,7 +172,7 @@ def _threads(wanted: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# --- one layer --------------------------------------------------------------------------------------------------------
+# --- one layer ------------------------------------------------------------------------------------
 
 
 def _time_layer(layer: Layer, walk: Walk, masks: Sequence[Tensor], clock: Clock) -> LayerBench:
@@ -156,11 +190,23 @@ def _time_layer(layer: Layer, walk: Walk, masks: Sequence[Tensor], clock: Clock)
     if skipping is None:
         (ms,) = clock.medians([dense], tokens)
         return LayerBench(
-            index=layer.index, sparsity=seen.sparsity, left=1.0, dense=ms, skipping=ms, error=0.0, skips=False
+            index=layer.index,
+            sparsity=seen.sparsity,
+            left=1.0,
+            dense=ms,
+            skipping=ms,
+            error=0.0,
+            skips=False,
         )
     times = clock.medians([dense, skipping], tokens)
-    return LayerBench(index=layer.index, sparsity=seen.sparsity, left=seen.left, dense=times[0], skipping=times[1],
-                      error=disagreement(dense, skipping, tokens))  # fmt: skip
+    return LayerBench(
+        index=layer.index,
+        sparsity=seen.sparsity,
+        left=seen.left,
+        dense=times[0],
+        skipping=times[1],
+        error=disagreement(dense, skipping, tokens),
+    )
 
 
 def skipping_mlp(mlp: nn.Module, family: Family, activation: str) -> Any:
@@ -168,9 +214,9 @@ def skipping_mlp(mlp: nn.Module, family: Family, activation: str) -> Any:
     if hasattr(mlp, "sparse_decode"):
         skipping: Any = copy.deepcopy(mlp)
     elif activation in ZEROING:
-        from surgery.modeling.sparse_mlp import SparseMLP
+        from surgery.blocks.sparse_mlp import SparseMLP
 
-        entry = modeling.sparse(family, (), rule="plain", activation=activation)
+        entry = block_config.sparse_entry(family, (), rule="plain", activation=activation)
         skipping = SparseMLP(copy.deepcopy(mlp), entry)
     else:
         return None
@@ -179,8 +225,9 @@ def skipping_mlp(mlp: nn.Module, family: Family, activation: str) -> Any:
 
 
 class _Live:
-    """How many products are zeros, and what skipping reads of the weights: gate whole, up where the gate is open (all of it
-    where the product must be known first), down where the product is not zero."""
+    """How many products are zeros, and what skipping reads of the weights: gate whole, up where the
+    gate is open (all of it where the product must be known first), down where the product is not
+    zero."""
 
     def __init__(self, skipping: Any) -> None:
         self.skipping = skipping
@@ -192,7 +239,11 @@ class _Live:
         product, gate = (self._counted(taps, name, mask) for name in ("product", "gate"))
         self.products += product.numel()
         self.live += int(torch.count_nonzero(product))
-        opened = self.skipping._open(gate, self.skipping.threshold) if self.gate_first else torch.ones_like(product)
+        opened = (
+            self.skipping._open(gate, self.skipping.threshold)
+            if self.gate_first
+            else torch.ones_like(product)
+        )
         self.open += int(torch.count_nonzero(opened))
 
     def _counted(self, taps: Taps, name: str, mask: Tensor) -> Tensor:
@@ -210,7 +261,7 @@ class _Live:
         return (1 + up + down) / 3 if self.gated else (1 + down) / 2
 
 
-# --- the clock --------------------------------------------------------------------------------------------------------
+# --- the clock ------------------------------------------------------------------------------------
 
 
 class Clock:

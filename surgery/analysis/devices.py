@@ -1,7 +1,8 @@
 """Devices, and the roofline: a step takes the longer of streaming its bytes and doing its FLOPs.
 
-S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model for multicore architectures",
-CACM 2009. Both rates are peaks: no kernel reaches them, so the times are lower bounds.
+S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model for
+multicore architectures", CACM 2009. Both rates are peaks: no kernel reaches them, so the times are
+lower bounds.
 """
 
 from __future__ import annotations
@@ -55,19 +56,24 @@ DEVICES: dict[str, Device] = {
         ("m2-ultra", 0.8, 27.2, "Apple M2 Ultra, 76 GPU cores: fp32 rate"),
         ("cpu", 0.0896, 2.0, "two channels of DDR5-5600; 16 cores of AVX-512, an estimate"),
     )
-}  # fmt: skip
+}
 _UNITS = {"G": 1e9, "T": 1e12, "P": 1e15}
 _BANDWIDTH = re.compile(r"([\d.]+)\s*([GTP])B/s", re.IGNORECASE)
 _PEAK = re.compile(r"([\d.]+)\s*([GTP])FLOP(?:/?s)?", re.IGNORECASE)
 
 
 def parse_device(text: str) -> Device:
-    """A device of the table by its name, or one given as "3.35TB/s,989TFLOP/s". Raises UsageError for anything else."""
+    """A device of the table by its name, or one given as "3.35TB/s,989TFLOP/s". Raises UsageError
+    for anything else.
+    """
     if text.lower() in DEVICES:
         return DEVICES[text.lower()]
     bandwidth, peak = _BANDWIDTH.search(text), _PEAK.search(text)
     if not bandwidth or not peak:
-        raise UsageError(f"no device {text!r} is known", f"one of {', '.join(DEVICES)}; or give 3.35TB/s,989TFLOP/s")
+        raise UsageError(
+            f"no device {text!r} is known",
+            f"one of {', '.join(DEVICES)}; or give 3.35TB/s,989TFLOP/s",
+        )
     return Device(name=text, bandwidth=_rate(bandwidth), peak=_rate(peak))
 
 
@@ -76,7 +82,7 @@ def _rate(match: re.Match[str]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Cost:
     """One decoding step: FLOPs, and bytes read."""
 
     flops: float
@@ -104,48 +110,73 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decode:
-    """A decoding step of `batch` sequences, each of which gets one token: the MLPs, and the whole model."""
+    """A decoding step of `batch` sequences, each of which gets one token: the MLPs, and the whole
+    model.
+    """
 
     device: Device
     batch: int
     dtype: str | None  # None: as stored
     context: int  # positions attended to; 0: attention scores and KV cache are left out
-    mlp: Work
-    whole: Work
-    compute_bound_from: int | None  # the smallest batch at which the MLPs reach the ridge; None without MLPs
+    mlp: Cost
+    whole: Cost
+    compute_bound_from: (
+        int | None
+    )  # the smallest batch at which the MLPs reach the ridge; None without MLPs
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: FLOPs, bytes and milliseconds per step, FLOP per byte."""
         return {
-            "device": self.device.as_dict(), "batch": self.batch, "dtype": self.dtype, "context": self.context,
-            "mlp": self.mlp.as_dict(self.device), "whole": self.whole.as_dict(self.device),
+            "device": self.device.as_dict(),
+            "batch": self.batch,
+            "dtype": self.dtype,
+            "context": self.context,
+            "mlp": self.mlp.as_dict(self.device),
+            "whole": self.whole.as_dict(self.device),
             "mlp_compute_bound_from_batch": self.compute_bound_from,
-        }  # fmt: skip
+        }
 
 
-def decode(weights: Weights, device: Device, *, batch: int = 1, dtype: str | None = None, context: int = 0) -> Decode:
-    """What a decoding step costs on a device, the weights being read once: as stored, or as `dtype`.
+def decode(
+    weights: Weights, device: Device, *, batch: int = 1, dtype: str | None = None, context: int = 0
+) -> Decode:
+    """What a decoding step costs on a device, the weights being read once: as stored, or as
+    `dtype`.
 
     Raises UsageError for a dtype that is not in weigh.BYTES.
     """
     if dtype and dtype not in BYTES:
         raise UsageError(f"no dtype {dtype!r} is known", f"one of {', '.join(BYTES)}")
 
-    def mlp(batch: int) -> Work:
+    def mlp(batch: int) -> Cost:
         return mlp_work(weights, batch, dtype)
 
-    whole = Work(batch * weights.flops(context=context), weights.nbytes(batch=batch, dtype=dtype, context=context))
-    return Decode(device=device, batch=batch, dtype=dtype, context=context, mlp=mlp(batch), whole=whole,
-                  compute_bound_from=_first_batch(mlp, device.ridge) if mlp(1).flops else None)  # fmt: skip
+    whole = Cost(
+        batch * weights.flops(context=context),
+        weights.nbytes(batch=batch, dtype=dtype, context=context),
+    )
+    return Decode(
+        device=device,
+        batch=batch,
+        dtype=dtype,
+        context=context,
+        mlp=mlp(batch),
+        whole=whole,
+        compute_bound_from=_first_batch(mlp, device.ridge) if mlp(1).flops else None,
+    )
 
 
-def mlp_work(weights: Weights, batch: int, dtype: str | None = None) -> Work:
+def mlp_work(weights: Weights, batch: int, dtype: str | None = None) -> Cost:
     """The MLPs' part of a decoding step: routers apart."""
-    return Work(batch * weights.flops(*MLP_ROLES), weights.nbytes(*MLP_ROLES, batch=batch, dtype=dtype))
+    return Cost(
+        batch * weights.flops(*MLP_ROLES), weights.nbytes(*MLP_ROLES, batch=batch, dtype=dtype)
+    )
 
 
-def _first_batch(work: Callable[[int], Work], ridge: float) -> int:
-    """The smallest batch whose intensity is at least `ridge`: it only grows, since bytes are bounded."""
+def _first_batch(work: Callable[[int], Cost], ridge: float) -> int:
+    """The smallest batch whose intensity is at least `ridge`: it only grows, since bytes are
+    bounded.
+    """
     high = 1
     while work(high).intensity < ridge:
         high *= 2

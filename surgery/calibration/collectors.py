@@ -1,18 +1,21 @@
 """What is counted while a layer runs: state that merges over batches, processes and runs.
 
-Counts are int64, sums fp64 (of fp32 sums over a batch), histograms have fixed bins, and the reservoir is a set of tokens
-chosen beforehand, so that merged state is that of one pass. It has the size of a layer's width, whatever the number of
-tokens, and stays on the device until `settle`: fetching it after every batch would stall a GPU. Two events are counted:
+Counts are int64, sums fp64 (of fp32 sums over a batch), histograms have fixed bins, and the
+reservoir is a set of tokens chosen beforehand, so that merged state is that of one pass. It has the
+size of a layer's width, whatever the number of tokens, and stays on the device until `settle`:
+fetching it after every batch would stall a GPU. Two events are counted:
 
     h != 0      a product (what down_proj reads) is not an exact zero
     gate > 0    a neuron is active: its pre-activation is positive (of gate_proj; of up_proj in an MLP without a gate)
 
 The second exists in any model and is the first one where the activation is ReLU.
 
-A pass over the taps costs about as much as computing them did, so that what several collectors want is in Seen, once; and
-torch compares integers several times faster than floats, of which it is the sign or the magnitude that matters here.
+A pass over the taps costs about as much as computing them did, so that what several collectors want
+is in Seen, once; and torch compares integers several times faster than floats, of which it is the
+sign or the magnitude that matters here.
 
-Shapes: b sequences of a batch, T positions, n tokens that count, H hidden_size, F intermediate_size, E experts, k top_k.
+Shapes: b sequences of a batch, T positions, n tokens that count, H hidden_size, F
+intermediate_size, E experts, k top_k.
 """
 
 from __future__ import annotations
@@ -26,11 +29,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, distributed
 
-BINS, LOWEST, OCTAVES = 4096, -40, 64  # 64 bins an octave, from 2^-40 to 2^24; what is beyond falls into the end bins
+BINS, LOWEST, OCTAVES = (
+    4096,
+    -40,
+    64,
+)  # 64 bins an octave, from 2^-40 to 2^24; what is beyond falls into the end bins
 BLOCK = 2**18  # elements looked at together on a CPU
 TABLED = 2**20  # elements counted into one table of 2^16 bit patterns
 WINDOWS = (2, 4, 8, 16, 32, 64)  # tokens
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # with the sign and the order of magnitudes of floats
+INTEGERS = {
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # with the sign and the order of magnitudes of floats
 Run = tuple[int, int, int]  # sequence, first position, the one after the last
 
 
@@ -44,11 +55,12 @@ def runs_of(mask: Tensor) -> list[Run]:
 
 @dataclass(kw_only=True)
 class Seen:
-    """One batch in one MLP, as it computed it. `mask` [b, T] is False at tokens that do not count; `runs` are its own.
+    """One batch in one MLP, as it computed it. `mask` [b, T] is False at tokens that do not count;
+    `runs` are its own.
 
-    `taps` are [b, T, ·]: input [H], gate (pre-activation) [F], up [F] where there is a gate, product [F], output [H];
-    hidden [H] is the residual stream after the layer. In a mixture the taps gate and product are [n·k, F], the rows of
-    the tokens that count, for `expert` [n·k].
+    `taps` are [b, T, ·]: input [H], gate (pre-activation) [F], up [F] where there is a gate,
+    product [F], output [H]; hidden [H] is the residual stream after the layer. In a mixture the
+    taps gate and product are [n·k, F], the rows of the tokens that count, for `expert` [n·k].
     """
 
     mask: Tensor
@@ -64,17 +76,25 @@ class Seen:
         self.runs = self.runs or runs_of(self.mask)
 
     def stacks(self, tap: str) -> Iterator[Tensor]:
-        """[r, n, ·]: the same positions of r sequences next to each other, on a CPU few enough to stay in its cache."""
+        """[r, n, ·]: the same positions of r sequences next to each other, on a CPU few enough to
+        stay in its cache.
+        """
         x, first = self.taps[tap], 0
         most = max(1, TABLED // x[0].numel()) if x.device.type == "cpu" else len(x)
         for k in range(1, len(self.runs) + 1):
             i, *positions = self.runs[first]
-            if k == len(self.runs) or k - first == most or self.runs[k] != (i + k - first, *positions):
+            if (
+                k == len(self.runs)
+                or k - first == most
+                or self.runs[k] != (i + k - first, *positions)
+            ):
                 yield x[i : i + k - first, slice(*positions)]
                 first = k
 
     def rows(self, tap: str) -> Iterator[Tensor]:
-        """The tokens that count, [n, ·] at a time: on a CPU few enough for what is computed of them to stay in its cache."""
+        """The tokens that count, [n, ·] at a time: on a CPU few enough for what is computed of them
+        to stay in its cache.
+        """
         x = self.taps[tap]
         parts = (x,) if x.ndim == 2 else (x[i, start:stop] for i, start, stop in self.runs)
         if x.device.type == "cpu":
@@ -84,7 +104,11 @@ class Seen:
     def every(self, step: int, tap: str) -> Tensor:
         """Of each run the first of `step` tokens, [n, ·]."""
         x = self.taps[tap]
-        return x[::step] if x.ndim == 2 else torch.cat([s[:, ::step].flatten(0, 1) for s in self.stacks(tap)])
+        return (
+            x[::step]
+            if x.ndim == 2
+            else torch.cat([s[:, ::step].flatten(0, 1) for s in self.stacks(tap)])
+        )
 
     @cached_property
     def tokens(self) -> int:
@@ -108,13 +132,17 @@ class Seen:
 
     @cached_property
     def products(self) -> tuple[Tensor, Tensor]:
-        """Of each neuron, [F]: the products that are no exact zeros, and the sum of their magnitudes."""
+        """Of each neuron, [F]: the products that are no exact zeros, and the sum of their
+        magnitudes.
+        """
         nonzero, magnitude = zip(*map(_by_neuron, self.rows("product")), strict=True)
         return torch.stack(nonzero).sum(0), torch.stack(magnitude).sum(0)
 
 
 class Collector:
-    """Named state tensors, each merged by addition but where `merged_by` says "max" or "rows" (one after another)."""
+    """Named state tensors, each merged by addition but where `merged_by` says "max" or "rows" (one
+    after another).
+    """
 
     merged_by: ClassVar[Mapping[str, str]] = {}
     integer: ClassVar[torch.dtype] = torch.int64
@@ -135,12 +163,16 @@ class Collector:
         self.state = {name: value.cpu() for name, value in self.state.items()}
 
     def gather(self) -> None:
-        """Take in what the same collector of every other process has counted; all of them have the same afterwards."""
+        """Take in what the same collector of every other process has counted; all of them have the
+        same afterwards.
+        """
         self.settle()
         states: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(states, self.state)
         self.state = {}
-        for state in states:  # in the order of the processes, so that sums are rounded alike on each
+        for (
+            state
+        ) in states:  # in the order of the processes, so that sums are rounded alike on each
             for name, value in state.items():
                 self.add(name, value)
 
@@ -157,13 +189,13 @@ class Collector:
 _MERGE = {"sum": torch.add, "max": torch.maximum, "rows": lambda a, b: torch.cat([a, b])}
 
 
-# --- histograms -------------------------------------------------------------------------------------------------------
+# --- histograms -----------------------------------------------------------------------------------
 
 
 class Histogram(Collector):
-    """`patterns` [2, 2^15] of x >= 0 and x < 0 by the upper half of the fp32 bit pattern (all of it in bf16: 8 bits of
-    exponent, 7 of mantissa), of `every` so manieth token, and the exact `zeros` among `total`: of the same tokens, but of
-    all of them where the tap is the product."""
+    """`patterns` [2, 2^15] of x >= 0 and x < 0 by the upper half of the fp32 bit pattern (all of it
+    in bf16: 8 bits of exponent, 7 of mantissa), of `every` so manieth token, and the exact `zeros`
+    among `total`: of the same tokens, but of all of them where the tap is the product."""
 
     def __init__(self, tap: str, every: int = 1) -> None:
         super().__init__()
@@ -179,12 +211,18 @@ class Histogram(Collector):
         if self.tap == "product":
             total = seen.products_seen
             zeros = total - seen.products[0].sum()
-        for name, value in (("patterns", patterns), ("zeros", zeros), ("total", torch.tensor(total))):
+        for name, value in (
+            ("patterns", patterns),
+            ("zeros", zeros),
+            ("total", torch.tensor(total)),
+        ):
             self.add(name, value)
 
     def result(self) -> Distribution:
         counts = _binned(self.state["patterns"])
-        return Distribution(counts=counts, zeros=int(self.state["zeros"]), total=int(self.state["total"]))
+        return Distribution(
+            counts=counts, zeros=int(self.state["zeros"]), total=int(self.state["total"])
+        )
 
 
 def _patterns(x: Tensor) -> Tensor:
@@ -207,12 +245,15 @@ def edges() -> Tensor:
     """[BINS + 1] fp64: bin i holds edges[i] <= |x| < edges[i + 1]."""
     i = torch.arange(BINS + 1)
     per = BINS // OCTAVES
-    return torch.ldexp(1 + (i % per).double() / per, LOWEST + torch.div(i, per, rounding_mode="floor"))
+    return torch.ldexp(
+        1 + (i % per).double() / per, LOWEST + torch.div(i, per, rounding_mode="floor")
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distribution:
-    """A histogram at its end: fractions of all elements, exact at the edges of the bins (1.6% apart at most).
+    """A histogram at its end: fractions of all elements, exact at the edges of the bins (1.6% apart
+    at most).
 
     `zeros` of `total` are exact zeros; `counts` are those of the others, or of a sample of them.
     """
@@ -241,12 +282,16 @@ class Distribution:
         return self.zero * (threshold > 0) + self._share(self.counts[:, :full])
 
     def threshold(self, sparsity: float) -> float:
-        """The smallest edge t with at least this fraction of |x| < t; 0 where the exact zeros suffice."""
+        """The smallest edge t with at least this fraction of |x| < t; 0 where the exact zeros
+        suffice.
+        """
         wanted = sparsity * self.total - self.zeros
         return 0.0 if wanted <= 0 else float(edges()[1 + self._bin(self.counts.sum(0), wanted)])
 
     def quantile(self, fraction: float) -> float:
-        """The smallest edge t, of either sign, with at least this fraction of x <= t (x < t for a positive t)."""
+        """The smallest edge t, of either sign, with at least this fraction of x <= t (x < t for a
+        positive t).
+        """
         wanted, negative = fraction * self.total, self._share(self.counts[1]) * self.total
         if negative >= wanted:
             return -float(edges()[BINS - 1 - self._bin(self.counts[1].flip(0), wanted)])
@@ -255,20 +300,30 @@ class Distribution:
         return float(edges()[1 + self._bin(self.counts[0], wanted - negative - self.zeros)])
 
     def _share(self, counts: Tensor) -> float:
-        """What these make of all elements; integers until the division, so that it is exact where all are counted."""
-        return int(counts.sum()) * (self.total - self.zeros) / (max(1, int(self.counts.sum())) * self.total)
+        """What these make of all elements; integers until the division, so that it is exact where
+        all are counted.
+        """
+        return (
+            int(counts.sum())
+            * (self.total - self.zeros)
+            / (max(1, int(self.counts.sum())) * self.total)
+        )
 
     def _bin(self, counts: Tensor, wanted: float) -> int:
-        """The first of these bins at which so many elements are reached; the last where they never are."""
+        """The first of these bins at which so many elements are reached; the last where they never
+        are.
+        """
         scale = (self.total - self.zeros) / max(1, int(self.counts.sum()))
         return min(BINS - 1, int((counts.cumsum(0) * scale < wanted).sum()))
 
 
-# --- neurons ----------------------------------------------------------------------------------------------------------
+# --- neurons --------------------------------------------------------------------------------------
 
 
 class Activity(Collector):
-    """Per neuron [F]: tokens with gate > 0 (`active`), tokens with h != 0 (`nonzero`), the sum of |h| (`magnitude`)."""
+    """Per neuron [F]: tokens with gate > 0 (`active`), tokens with h != 0 (`nonzero`), the sum of
+    |h| (`magnitude`).
+    """
 
     def update(self, seen: Seen) -> None:
         nonzero, magnitude = seen.products
@@ -279,9 +334,10 @@ class Activity(Collector):
 
 
 class Reuse(Collector):
-    """What a token shares with its neighbours: `shared` active neurons of a token and the one before it, of `after`
-    that are active in tokens that have one before them; over windows of WINDOWS tokens that do not overlap, the size of
-    the `union` of active neurons [6], and how many `windows` there are [6]."""
+    """What a token shares with its neighbours: `shared` active neurons of a token and the one
+    before it, of `after` that are active in tokens that have one before them; over windows of
+    WINDOWS tokens that do not overlap, the size of the `union` of active neurons [6], and how many
+    `windows` there are [6]."""
 
     def update(self, seen: Seen) -> None:
         parts = [self._of_stack(*stack) for stack in zip(seen.active, seen.firings, strict=True)]
@@ -289,7 +345,10 @@ class Reuse(Collector):
         self.add("shared", shared)
         self.add("after", after)
         self.add("union", unions)
-        self.add("windows", torch.tensor([sum(len(a) * (a.shape[1] // w) for a in seen.active) for w in WINDOWS]))
+        self.add(
+            "windows",
+            torch.tensor([sum(len(a) * (a.shape[1] // w) for a in seen.active) for w in WINDOWS]),
+        )
 
     def _of_stack(self, active: Tensor, firings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shared, unions = _count(active[:, 1:] & active[:, :-1]).sum(), []
@@ -312,7 +371,9 @@ class CoActivation(Collector):
 
 
 def _positive(x: Tensor) -> Tensor:
-    """x > 0 as uint8. Integers compare four times as fast, and into uint8 twenty times as fast as into bool."""
+    """x > 0 as uint8. Integers compare four times as fast, and into uint8 twenty times as fast as
+    into bool.
+    """
     out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     return torch.gt(x.view(INTEGERS[x.element_size()]), 0, out=out)
 
@@ -335,39 +396,50 @@ def _by_neuron(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _count(x: Tensor) -> Tensor:
-    """The sum of 0 and 1 [..., F] by column. Bytes are summed within bytes, of at most 255 rows: ten times faster."""
+    """The sum of 0 and 1 [..., F] by column. Bytes are summed within bytes, of at most 255 rows:
+    ten times faster.
+    """
     rows = x.flatten(0, -2)
     whole = len(rows) // 128 * 128
-    blocks = rows[:whole].unflatten(0, (-1, 128)).sum(1, dtype=torch.uint8).sum(0, dtype=torch.int32)
+    blocks = (
+        rows[:whole].unflatten(0, (-1, 128)).sum(1, dtype=torch.uint8).sum(0, dtype=torch.int32)
+    )
     return blocks + rows[whole:].sum(0, dtype=torch.int32)
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------
+# --- streams --------------------------------------------------------------------------------------
 
 
 class Inputs(Collector):
-    """What the MLP reads, by channel [H]: the sum of `squares` and the largest magnitude (`peak`); by token: the sum of
-    the `norms` and the largest (`largest`)."""
+    """What the MLP reads, by channel [H]: the sum of `squares` and the largest magnitude (`peak`);
+    by token: the sum of the `norms` and the largest (`largest`)."""
 
     merged_by: ClassVar = {"peak": "max", "largest": "max"}
 
     def update(self, seen: Seen) -> None:
-        parts = [(x.sum(0), x.amax(0), x.sum(1)) for x in (rows.float().square() for rows in seen.rows("input"))]
+        parts = [
+            (x.sum(0), x.amax(0), x.sum(1))
+            for x in (rows.float().square() for rows in seen.rows("input"))
+        ]
         squares, peaks, by_token = zip(*parts, strict=True)
         norms = torch.cat(by_token).sqrt()
         self.add("squares", torch.stack(squares).sum(0))
-        self.add("peak", torch.stack(peaks).amax(0).sqrt())  # of the square: |x| to the bit between 2^-63 and 2^64
+        self.add(
+            "peak", torch.stack(peaks).amax(0).sqrt()
+        )  # of the square: |x| to the bit between 2^-63 and 2^64
         self.add("norms", norms.sum())
         self.add("largest", norms.max())
         self.add("tokens", torch.tensor(seen.tokens))
 
 
 class Collapse(Collector):
-    """How far the residual stream X [n, H] of a sequence is from one and the same row for every token,
+    """How far the residual stream X [n, H] of a sequence is from one and the same row for every
+    token,
 
         ‖X − 1 x̄ᵀ‖ / ‖X‖        Frobenius norms, x̄ the mean over the tokens that count
 
-    the residual of Dong et al. 2021 (arXiv 2103.03404), which attention alone drives to 0. `ratios` is their sum."""
+    the residual of Dong et al. 2021 (arXiv 2103.03404), which attention alone drives to 0. `ratios`
+    is their sum."""
 
     def update(self, seen: Seen) -> None:
         ratios = []
@@ -375,13 +447,17 @@ class Collapse(Collector):
             x = torch.cat([seen.taps["hidden"][i, start:stop] for i, start, stop in runs]).float()
             mean = x.mean(0)
             residual = (x - mean).square().sum()
-            ratios.append((residual / (residual + len(x) * mean.square().sum())).sqrt())  # Pythagoras
+            ratios.append(
+                (residual / (residual + len(x) * mean.square().sum())).sqrt()
+            )  # Pythagoras
         self.add("ratios", torch.stack(ratios).sum())
         self.add("sequences", torch.tensor(len(ratios)))
 
 
 class Reservoir(Collector):
-    """The taps of the sampled tokens, for what no sum can tell; `index` says which tokens they are."""
+    """The taps of the sampled tokens, for what no sum can tell; `index` says which tokens they
+    are.
+    """
 
     TAPS = ("input", "product", "output")
     merged_by: ClassVar = dict.fromkeys(("index", *TAPS), "rows")
@@ -399,12 +475,13 @@ class Reservoir(Collector):
         return {tap: self.state[tap][order] for tap in self.TAPS}
 
 
-# --- mixtures ---------------------------------------------------------------------------------------------------------
+# --- mixtures -------------------------------------------------------------------------------------
 
 
 class Routing(Collector):
-    """How a router spreads `tokens`: selections of each expert (`load` [E]), the sum of the `entropy` of the softmax of
-    its logits in nats; and per expert and neuron [E, F] the tokens with gate > 0 (`active`) and h != 0 (`nonzero`)."""
+    """How a router spreads `tokens`: selections of each expert (`load` [E]), the sum of the
+    `entropy` of the softmax of its logits in nats; and per expert and neuron [E, F] the tokens with
+    gate > 0 (`active`) and h != 0 (`nonzero`)."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -419,7 +496,10 @@ class Routing(Collector):
             self.add("entropy", -(log_p.exp() * log_p).sum())
         if seen.expert is not None:
             self.add("active", self._by_expert(_positive(seen.taps["gate"]), seen.expert))
-            self.add("nonzero", self._by_expert(_unsigned(seen.taps["product"]).clamp_max(1), seen.expert))
+            self.add(
+                "nonzero",
+                self._by_expert(_unsigned(seen.taps["product"]).clamp_max(1), seen.expert),
+            )
 
     def _by_expert(self, rows: Tensor, expert: Tensor) -> Tensor:
         out = torch.zeros(self.experts, rows.shape[1], dtype=torch.int32, device=rows.device)
@@ -427,14 +507,18 @@ class Routing(Collector):
 
 
 class ExpertReservoir(Collector):
-    """The products of the sampled tokens in the routed experts that they were sent to; `token` and `expert` of each."""
+    """The products of the sampled tokens in the routed experts that they were sent to; `token` and
+    `expert` of each.
+    """
 
     merged_by: ClassVar = dict.fromkeys(("token", "expert", "product"), "rows")
 
     def update(self, seen: Seen) -> None:
         if seen.expert is None or seen.selected is None:
             return
-        sent = seen.selected.flatten().sort(stable=True).indices // seen.selected.shape[1]  # the token of each row
+        sent = (
+            seen.selected.flatten().sort(stable=True).indices // seen.selected.shape[1]
+        )  # the token of each row
         kept = seen.sampled[seen.mask][sent]
         self.add("token", seen.index[seen.mask][sent][kept])
         self.add("expert", seen.expert[kept])

@@ -1,8 +1,9 @@
-"""Token ids to measure with: the text that comes with the package, a file or folder, or a data set of the Hub, through
-the checkpoint's own tokenizer.
+"""Token ids to measure with: the text that comes with the package, a file or folder, or a data set
+of the Hub, through the checkpoint's own tokenizer.
 
-Each sequence is a window of the text behind the beginning-of-sequence token where the tokenizer adds one. Without a
-tokenizer the ids are random, which is enough to compare two models and useless for perplexity; the sample says which.
+Each sequence is a window of the text behind the beginning-of-sequence token where the tokenizer
+adds one. Without a tokenizer the ids are random, which is enough to compare two models and useless
+for perplexity; the sample says which.
 """
 
 from __future__ import annotations
@@ -28,12 +29,21 @@ from surgery.errors import SurgeryError
 
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")  # what is read of a folder
 PIECE = 2**20  # characters tokenized at a time
-SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")  # files that a tokenizer may consist of
+SUFFIXES = (
+    ".json",
+    ".txt",
+    ".model",
+    ".tiktoken",
+    ".jinja",
+    ".py",
+)  # files that a tokenizer may consist of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """`input_ids` [B, T]. `text` is False where they are random; `source` says in words what they are."""
+    """`input_ids` [B, T]. `text` is False where they are random; `source` says in words what they
+    are.
+    """
 
     input_ids: Tensor
     source: str
@@ -41,8 +51,9 @@ class Sample:
 
     @property
     def mask(self) -> Tensor:
-        """[B, T], False where statistics leave a token out: at the first of a sequence, BOS or whatever stands there
-        without one. Attention sinks into it, and its norm can be a hundred times the others'."""
+        """[B, T], False where statistics leave a token out: at the first of a sequence, BOS or
+        whatever stands there without one. Attention sinks into it, and its norm can be a hundred
+        times the others'."""
         return (torch.arange(self.input_ids.shape[1]) > 0).expand(self.input_ids.shape)
 
     @property
@@ -52,22 +63,38 @@ class Sample:
 
     def as_dict(self) -> dict[str, Any]:
         sequences, length = self.input_ids.shape
-        return {"source": self.source, "sequences": sequences, "length": length, "sha256": self.sha256}
+        return {
+            "source": self.source,
+            "sequences": sequences,
+            "length": length,
+            "sha256": self.sha256,
+        }
 
 
-def sample_ids(checkpoint: Checkpoint, *, tokens: int, sequence_length: int, split: str = "evaluation",
-               file: Path | None = None, dataset: str | None = None, seed: int = 0) -> Sample:  # fmt: skip
-    """tokens // sequence_length sequences (one at least) of `sequence_length` tokens of text, each behind BOS if any.
+def sample_ids(
+    checkpoint: Checkpoint,
+    *,
+    tokens: int,
+    sequence_length: int,
+    split: str = "evaluation",
+    file: Path | None = None,
+    dataset: str | None = None,
+    seed: int = 0,
+) -> Sample:
+    """tokens // sequence_length sequences (one at least) of `sequence_length` tokens of text, each
+    behind BOS if any.
 
-    The text is `split` ("calibration" or "evaluation") of the package, or `file` (plain text, .jsonl with a "text" in
-    every line, or a folder of such), or `dataset`, a Hub id of a data set. Only as much is read as is needed. A text
-    that is shorter than one sequence is repeated; one that is shorter than `tokens` gives fewer sequences.
+    The text is `split` ("calibration" or "evaluation") of the package, or `file` (plain text,
+    .jsonl with a "text" in every line, or a folder of such), or `dataset`, a Hub id of a data set.
+    Only as much is read as is needed. A text that is shorter than one sequence is repeated; one
+    that is shorter than `tokens` gives fewer sequences.
     """
     rows = max(1, tokens // sequence_length)
     tokenizer, reason = _load_tokenizer(checkpoint)
     if tokenizer is None and (file or dataset):
         raise SurgeryError(
-            f"{file or dataset} cannot be tokenized: {reason}", "add the tokenizer's files to the checkpoint"
+            f"{file or dataset} cannot be tokenized: {reason}",
+            "add the tokenizer's files to the checkpoint",
         )
     if tokenizer is None:
         vocab_size = parse_config(checkpoint).get_text_config().vocab_size
@@ -97,7 +124,7 @@ def _tokenize(tokenizer: Any, texts: Iterable[str], wanted: int) -> Tensor:
     return torch.tensor(ids, dtype=torch.long)
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def _read(split: str, file: Path | None, dataset: str | None) -> tuple[Iterable[str], str]:
@@ -113,7 +140,8 @@ def _read(split: str, file: Path | None, dataset: str | None) -> tuple[Iterable[
         files = sorted(f for f in file.rglob("*") if f.suffix in TEXT_SUFFIXES)
         if not files:
             raise SurgeryError(
-                f"no {', '.join(TEXT_SUFFIXES)} in {file}", "give a file or a folder of plain text in UTF-8"
+                f"no {', '.join(TEXT_SUFFIXES)} in {file}",
+                "give a file or a folder of plain text in UTF-8",
             )
     return (piece for f in files for piece in _pieces(f)), file.resolve().name
 
@@ -128,7 +156,9 @@ def _pieces(file: Path) -> Iterator[str]:
             while lines := f.readlines(PIECE):
                 yield "".join(lines)
     except (OSError, UnicodeDecodeError) as e:
-        raise SurgeryError(f"cannot read {file}: {e}", "give a file of plain text in UTF-8") from None
+        raise SurgeryError(
+            f"cannot read {file}: {e}", "give a file of plain text in UTF-8"
+        ) from None
     except (ValueError, KeyError, TypeError) as e:
         raise SurgeryError(
             f'{file} has a line without "text": {e!r}', 'every line must be like {"text": "..."}'
@@ -136,7 +166,9 @@ def _pieces(file: Path) -> Iterator[str]:
 
 
 def _stream(name: str) -> Iterator[str]:
-    """The documents of the train split of a data set, OWNER/NAME or OWNER/NAME:CONFIGURATION, as they come."""
+    """The documents of the train split of a data set, OWNER/NAME or OWNER/NAME:CONFIGURATION, as
+    they come.
+    """
     try:
         load_dataset = importlib.import_module("datasets").load_dataset
     except ImportError:
@@ -146,18 +178,30 @@ def _stream(name: str) -> Iterator[str]:
         rows = load_dataset(path, configuration or None, split="train", streaming=True)
         first = next(iter(rows))
     except Exception as e:  # datasets raises whatever its readers do
-        raise SurgeryError(f"cannot read the data set {name}: {type(e).__name__}: {str(e).splitlines()[0]}",
-                           "give OWNER/NAME or OWNER/NAME:CONFIGURATION, or a file with --text") from None  # fmt: skip
-    column = "text" if "text" in first else next((k for k, v in first.items() if isinstance(v, str)), None)
+        raise SurgeryError(
+            f"cannot read the data set {name}: {type(e).__name__}: {str(e).splitlines()[0]}",
+            "give OWNER/NAME or OWNER/NAME:CONFIGURATION, or a file with --text",
+        ) from None
+    column = (
+        "text"
+        if "text" in first
+        else next((k for k, v in first.items() if isinstance(v, str)), None)
+    )
     if column is None:
-        raise SurgeryError(f"the data set {name} has no column of text among {', '.join(first)}", "give another one")
+        raise SurgeryError(
+            f"the data set {name} has no column of text among {', '.join(first)}",
+            "give another one",
+        )
     return (str(row[column]) + "\n\n" for row in rows)
 
 
 def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Any, str]:
     """The checkpoint's tokenizer, or None and why."""
     files = [f for f in checkpoint.files if f.name.endswith(SUFFIXES) and "/" not in f.name]
-    if not any(f.name.startswith(("tokenizer", "vocab", "tekken")) or f.name.endswith(SUFFIXES[2:4]) for f in files):
+    if not any(
+        f.name.startswith(("tokenizer", "vocab", "tekken")) or f.name.endswith(SUFFIXES[2:4])
+        for f in files
+    ):
         return None, "the checkpoint has no tokenizer"
     with tempfile.TemporaryDirectory() as folder:
         for f in files:
@@ -165,7 +209,9 @@ def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Any, str]:
         trust = runs_custom_code(checkpoint)
         try:
             return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust), ""
-        except Exception as e:  # tokenizers raise whatever their library does: random ids still compare two models
+        except (
+            Exception
+        ) as e:  # tokenizers raise whatever their library does: random ids still compare two models
             return None, f"the tokenizer does not load: {type(e).__name__}: {str(e)[:200]}"
 
 

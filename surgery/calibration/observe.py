@@ -1,8 +1,9 @@
 """What an MLP computes, seen through forward hooks on a decoder layer of the walk.
 
-Where things are is the family's row; whether a layer routes its tokens is seen from its modules. transformers 5 names
-some modules otherwise than the tensors on disk ("mlp" for "block_sparse_moe") and fuses experts, so that a path may be
-found under another parent, and an expert's product is computed once more from the weights that it has.
+Where things are is the family's row; whether a layer routes its tokens is seen from its modules.
+transformers 5 names some modules otherwise than the tensors on disk ("mlp" for "block_sparse_moe")
+and fuses experts, so that a path may be found under another parent, and an expert's product is
+computed once more from the weights that it has.
 
 Shapes: as in collectors.py; N = b·T tokens of a batch.
 """
@@ -23,8 +24,9 @@ from surgery.families import Family
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """The modules of one layer: a dense MLP (`gate` None: without one; all None: no such MLP), a router, experts. `block`: that of
-    surgery/modeling/sparse_mlp.py, which adds to what `down` gives."""
+    """The modules of one layer: a dense MLP (`gate` None: without one; all None: no such MLP), a
+    router, experts. `block`: that of surgery/blocks/sparse_mlp.py, which adds to what `down`
+    gives."""
 
     gate: nn.Module | None = None
     up: nn.Module | None = None
@@ -35,15 +37,17 @@ class Parts:
 
     @classmethod
     def of(cls, layer: nn.Module, family: Family) -> Parts:
-        """A layer that routes its tokens shows its shared expert, if it has one, as the dense MLP; a block of experts that
-        surgery put in a dense family's layer shows its router alone."""
+        """A layer that routes its tokens shows its shared expert, if it has one, as the dense MLP;
+        a block of experts that surgery put in a dense family's layer shows its router alone."""
         if (own := _own_router(layer, family)) is not None:
             return cls(router=own)
         router = _router(layer, family)
         if router is None:
             block = getattr(layer, family.mlp, None) if family.mlp else None
-            return cls(**_dense(layer, {"gate": family.gate, "up": family.up, "down": family.down}),
-                       block=block if hasattr(block, "correction") else None)  # fmt: skip
+            return cls(
+                **_dense(layer, {"gate": family.gate, "up": family.up, "down": family.down}),
+                block=block if hasattr(block, "correction") else None,
+            )
         name, module = router
         block = layer.get_submodule(name.rpartition(".")[0])
         shared = _find(layer, family.shared) if family.shared else None
@@ -68,13 +72,15 @@ def _router(layer: nn.Module, family: Family) -> tuple[str, nn.Module] | None:
 
 
 def _own_router(layer: nn.Module, family: Family) -> nn.Module | None:
-    """That of surgery/modeling/experts_mlp.py, which gives logits, weights and choices."""
+    """That of surgery/blocks/experts_mlp.py, which gives logits, weights and choices."""
     block = None if family.is_moe else getattr(layer, family.mlp, None)
     return getattr(block, "router", None)
 
 
 def _find(layer: nn.Module, path: str) -> tuple[str, nn.Module] | None:
-    """The module at `path`, or at the same path below another first name, or at the path less its last name."""
+    """The module at `path`, or at the same path below another first name, or at the path less its
+    last name.
+    """
     modules, parts = dict(layer.named_modules()), path.split(".")
     names = [path, *(n for n in modules if n.split(".")[1:] == parts[1:]), ".".join(parts[:-1])]
     return next(((name, modules[name]) for name in names if name in modules), None)
@@ -91,11 +97,15 @@ class Taps:
 
     @property
     def experts(self) -> int:
-        """Of a layer that routes: the rows of the router, as config.json has had several names for it."""
+        """Of a layer that routes: the rows of the router, as config.json has had several names for
+        it.
+        """
         return len(self.parts.router.weight) if self.parts.router is not None else 0
 
     def dense(self, **where: Tensor) -> Seen:
-        """Of the dense MLP, or the shared expert. `where`: mask, sampled and index [b, T], hidden [b, T, H]."""
+        """Of the dense MLP, or the shared expert. `where`: mask, sampled and index [b, T], hidden
+        [b, T, H].
+        """
         shape, hidden = where["mask"].shape, where.pop("hidden")
         taps = {name: x.reshape(*shape, -1) for name, x in self.caught.items() if name in _DENSE}
         return Seen(taps={**taps, "hidden": hidden}, **where)
@@ -107,11 +117,18 @@ class Taps:
         assert selected is not None
         selected, logits = selected[counted], None if logits is None else logits[counted]
         taps, expert = self._products(self.caught["routed"][counted], selected)
-        return Seen(taps={**taps, "hidden": where.pop("hidden")}, router_logits=logits, selected=selected, expert=expert,
-                    **where)  # fmt: skip
+        return Seen(
+            taps={**taps, "hidden": where.pop("hidden")},
+            router_logits=logits,
+            selected=selected,
+            expert=expert,
+            **where,
+        )
 
     def _products(self, x: Tensor, selected: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Of x [n, H], gate and product [n·k, F] in the order of the experts, and the expert of each row."""
+        """Of x [n, H], gate and product [n·k, F] in the order of the experts, and the expert of
+        each row.
+        """
         compute = _expert(self.parts.experts, self.family)
         if compute is None:
             return {}, None
@@ -129,8 +146,12 @@ _DENSE = ("input", "gate", "up", "product", "output")
 
 @contextmanager
 def tapped(layer: nn.Module, family: Family, config: Mapping[str, Any]) -> Iterator[Taps]:
-    """Hooks on the MLP of a decoder layer, while the context lasts. `config` is the language model's."""
-    taps = Taps(parts=Parts.of(layer, family), family=family, top_k=int(config.get(family.top_k_key) or 0))
+    """Hooks on the MLP of a decoder layer, while the context lasts. `config` is the language
+    model's.
+    """
+    taps = Taps(
+        parts=Parts.of(layer, family), family=family, top_k=int(config.get(family.top_k_key) or 0)
+    )
     hooks = [module.register_forward_hook(catch) for module, catch in _hooks(taps)]
     try:
         yield taps
@@ -153,7 +174,10 @@ def _hooks(taps: Taps) -> Iterator[tuple[nn.Module, Callable[[Any, Any, Any], No
             caught["up" if family.gated else "gate"] = output
 
     def down(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        caught["product"], caught["output"] = inputs[0], output.clone()  # falcon adds to it in place
+        caught["product"], caught["output"] = (
+            inputs[0],
+            output.clone(),
+        )  # falcon adds to it in place
 
     def block(module: nn.Module, inputs: Any, output: Tensor) -> None:
         caught["output"] = output.clone()
@@ -174,9 +198,9 @@ def _hooks(taps: Taps) -> Iterator[tuple[nn.Module, Callable[[Any, Any, Any], No
 
 
 def routing(output: Any, experts: int, top_k: int) -> dict[str, Tensor]:
-    """`selected` [N, k], and `router_logits` [N, E] where the router gives them, from what a router returns: logits
-    alone, or a tuple in any order of logits, weights and the integer indices of the experts. Weights may be [N, E] too: they
-    are never negative."""
+    """`selected` [N, k], and `router_logits` [N, E] where the router gives them, from what a router
+    returns: logits alone, or a tuple in any order of logits, weights and the integer indices of the
+    experts. Weights may be [N, E] too: they are never negative."""
     tensors = output if isinstance(output, tuple) else (output,)
     wide = [t for t in tensors if t.is_floating_point() and t.shape[-1] == experts]
     logits = next((t for t in wide if bool((t < 0).any())), wide[0] if wide else None)
@@ -189,7 +213,9 @@ def routing(output: Any, experts: int, top_k: int) -> dict[str, Tensor]:
 
 
 def _expert(experts: Any, family: Family) -> Callable[[int, Tensor], tuple[Tensor, Tensor]] | None:
-    """The function (e, x [n, H]) -> gate, product [n, F]; None where the class keeps its experts in some other way."""
+    """The function (e, x [n, H]) -> gate, product [n, F]; None where the class keeps its experts in
+    some other way.
+    """
     names = leaves(family)
     if isinstance(experts, nn.ModuleList) and names["gate"]:
         return lambda e, x: _separate(experts[e], names, x)
@@ -204,7 +230,9 @@ def _separate(mlp: Any, names: Mapping[str, str | None], x: Tensor) -> tuple[Ten
 
 
 def _fused(experts: Any, e: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """transformers 5: gate_up_proj [E, 2F, H] ([E, H, 2F] transposed), gate's rows first or every other one."""
+    """transformers 5: gate_up_proj [E, 2F, H] ([E, H, 2F] transposed), gate's rows first or every
+    other one.
+    """
     weight = experts.gate_up_proj[e]
     gate_up = x @ (weight if experts.is_transposed else weight.T)
     if experts.has_bias:

@@ -1,4 +1,6 @@
-"""What a data-driven operation is calibrated on, as data: a recipe can hold it, and planning with it needs no torch."""
+"""What a data-driven operation is calibrated on, as data: a recipe can hold it, and planning with
+it needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """`tokens` of the built-in mixed text, of `text` (a file or folder) or of `dataset` (a Hub id), in windows of
-    `sequence_length`; the part `generated` of them the model writes itself (generate.py). `device` and `dtype`: by default the fastest there is. `memory_budget`: bytes of hidden states
-    beyond which they lie in temporary files."""
+    """`tokens` of the built-in mixed text, of `text` (a file or folder) or of `dataset` (a Hub id),
+    in windows of `sequence_length`; the part `generated` of them the model writes itself
+    (generate.py). `device` and `dtype`: by default the fastest there is. `memory_budget`: bytes of
+    hidden states beyond which they lie in temporary files."""
 
     tokens: int = 65_536
     sequence_length: int = 512
@@ -35,9 +38,13 @@ class Calibration:
 
     def __post_init__(self) -> None:
         if self.text and self.dataset:
-            raise UsageError(f"both a text ({self.text}) and a data set ({self.dataset})", "give one of them")
+            raise UsageError(
+                f"both a text ({self.text}) and a data set ({self.dataset})", "give one of them"
+            )
         if self.tokens < 1 or self.sequence_length < 2:
-            raise UsageError(f"{self.tokens} tokens in windows of {self.sequence_length}", "give more")
+            raise UsageError(
+                f"{self.tokens} tokens in windows of {self.sequence_length}", "give more"
+            )
         if not 0 <= self.generated <= 1:
             raise UsageError(f"a generated part of {self.generated}", "give a fraction, like 0.5")
 
@@ -48,7 +55,9 @@ class Calibration:
             return value
         known = [f.name for f in fields(cls)]
         if unknown := sorted(set(value or {}) - set(known)):
-            raise UsageError(f"unknown key {unknown[0]!r} of calibration", f"known: {', '.join(known)}")
+            raise UsageError(
+                f"unknown key {unknown[0]!r} of calibration", f"known: {', '.join(known)}"
+            )
         return cls(**(value or {}))
 
     def as_dict(self) -> dict[str, Any]:
@@ -68,12 +77,20 @@ class Calibration:
 
         text = None if self.text is None else Path(self.text)
         written = round(self.generated * max(1, self.tokens // self.sequence_length))
-        sample = sample_ids(checkpoint, tokens=max(1, self.tokens - written * self.sequence_length), split="repair",
-                            sequence_length=self.sequence_length, file=text, dataset=self.dataset)  # fmt: skip
+        sample = sample_ids(
+            checkpoint,
+            tokens=max(1, self.tokens - written * self.sequence_length),
+            split="repair",
+            sequence_length=self.sequence_length,
+            file=text,
+            dataset=self.dataset,
+        )
         return self._extended(sample, checkpoint, written) if written else sample
 
     def _extended(self, sample: Sample, checkpoint: Checkpoint, written: int) -> Sample:
-        """The sample and `written` sequences by the model itself, evenly mixed: the last rows are held out."""
+        """The sample and `written` sequences by the model itself, evenly mixed: the last rows are
+        held out.
+        """
         import torch
 
         from surgery.calibration.generate import generate
@@ -87,15 +104,27 @@ class Calibration:
             dtype=choose_dtype(self.dtype, device),
             device=device,
         )
-        own = torch.cat([sample.input_ids[:1, : -self.sequence_length].expand(written, -1), own], dim=1)  # BOS, if any
+        own = torch.cat(
+            [sample.input_ids[:1, : -self.sequence_length].expand(written, -1), own], dim=1
+        )  # BOS, if any
         text = sample.input_ids if self.generated < 1 else sample.input_ids[:0]
-        places = torch.cat([(torch.arange(len(part)) + 0.5) / max(1, len(part)) for part in (text, own)])
-        return replace(sample, input_ids=torch.cat([text, own])[places.argsort(stable=True)],
-                       source=f"{sample.source}, and {written} of {len(text) + written} sequences by the model itself")  # fmt: skip
+        places = torch.cat(
+            [(torch.arange(len(part)) + 0.5) / max(1, len(part)) for part in (text, own)]
+        )
+        return replace(
+            sample,
+            input_ids=torch.cat([text, own])[places.argsort(stable=True)],
+            source=f"{sample.source}, and {written} of {len(text) + written} sequences by the model itself",
+        )
 
     def walk(self, checkpoint: Checkpoint, input_ids: Tensor) -> Walk:
         from surgery.calibration.walk import Walk, choose_device, choose_dtype
 
         device = choose_device(self.device)
-        return Walk(checkpoint, input_ids, device=device, dtype=choose_dtype(self.dtype, device),
-                    memory_budget=self.memory_budget)  # fmt: skip
+        return Walk(
+            checkpoint,
+            input_ids,
+            device=device,
+            dtype=choose_dtype(self.dtype, device),
+            memory_budget=self.memory_budget,
+        )

@@ -1,8 +1,9 @@
-"""The bridge to transformers: the class that would load a checkpoint, and its weights brought in and dropped by name.
+"""The bridge to transformers: the class that would load a checkpoint, and its weights brought in
+and dropped by name.
 
-The class is built on the meta device from the config as `from_pretrained` parses it. On-disk names go through
-transformers' own loader, so that fused experts, prefixes and renamed layers mean what they mean there. Nothing else
-in the project touches the internals of transformers.
+The class is built on the meta device from the config as `from_pretrained` parses it. On-disk names
+go through transformers' own loader, so that fused experts, prefixes and renamed layers mean what
+they mean there. Nothing else in the project touches the internals of transformers.
 """
 
 from __future__ import annotations
@@ -24,17 +25,36 @@ import torch
 import transformers
 from torch import nn
 
-from surgery.calibration.double import arithmetic
+from surgery.calibration.fp64 import arithmetic
 from surgery.checkpoint import Checkpoint, LazyTensor
 from surgery.checkpoint.tensors import DTYPES
 from surgery.errors import SurgeryError
 from surgery.families import Blocks
 
-OTHER_MODALITIES = ("vision", "visual", "audio", "multi_modal")  # parts of a name that text never passes
-WRITTEN_FOR_BOTH = ("dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
-                    "partial_rotary_factor", "tokenizer_class", "transformers_version", "auto_map", "architectures", "model_type")  # fmt: skip
+OTHER_MODALITIES = (
+    "vision",
+    "visual",
+    "audio",
+    "multi_modal",
+)  # parts of a name that text never passes
+WRITTEN_FOR_BOTH = (
+    "dtype",
+    "torch_dtype",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "tokenizer_class",
+    "transformers_version",
+    "auto_map",
+    "architectures",
+    "model_type",
+)
 ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
-CONVERTS = int(transformers.__version__.split(".")[0]) >= 5  # transformers 5 renames and fuses tensors as it loads
+CONVERTS = (
+    int(transformers.__version__.split(".")[0]) >= 5
+)  # transformers 5 renames and fuses tensors as it loads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,14 +79,19 @@ def unknown_fields(checkpoint: Checkpoint) -> tuple[str, ...]:
         known = set(type(config)().to_dict()) | set(type(config).attribute_map)
     except Exception:  # a class without defaults: nothing can be said
         return ()
-    return tuple(sorted(k for k in checkpoint.config if k not in known and k not in WRITTEN_FOR_BOTH))
+    return tuple(
+        sorted(k for k in checkpoint.config if k not in known and k not in WRITTEN_FOR_BOTH)
+    )
 
 
-def meta_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
-    """The CausalLM class of the checkpoint: parameters on the meta device, buffers real, in eval mode.
+def meta_model(
+    checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Any:
+    """The CausalLM class of the checkpoint: parameters on the meta device, buffers real, in eval
+    mode.
 
-    Attention is what `from_pretrained` chooses, but eager where scores are soft-capped: sdpa leaves the cap out. In
-    fp64 (see `double`) experts are eager too: grouped_mm has no fp64.
+    Attention is what `from_pretrained` chooses, but eager where scores are soft-capped: sdpa leaves
+    the cap out. In fp64 (see `double`) experts are eager too: grouped_mm has no fp64.
     """
     from accelerate import init_empty_weights
 
@@ -81,9 +106,13 @@ def meta_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, devic
             with arithmetic(dtype):
                 model = transformers.AutoModelForCausalLM.from_config(config, **options)
         except Exception as e:  # what it raises for a wrong value depends on the class
-            raise SurgeryError(f"transformers {transformers.__version__} cannot build the model of config.json: {_first_line(e)}",
-                               "upgrade transformers, or mend the config") from e  # fmt: skip
-    model.config.output_router_logits = False  # the auxiliary loss wants router logits of layers that are not there
+            raise SurgeryError(
+                f"transformers {transformers.__version__} cannot build the model of config.json: {_first_line(e)}",
+                "upgrade transformers, or mend the config",
+            ) from e
+    model.config.output_router_logits = (
+        False  # the auxiliary loss wants router logits of layers that are not there
+    )
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = buffer if buffer is None else buffer.to(device)
@@ -93,18 +122,23 @@ def meta_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, devic
 def decoder_layers(model: Any, blocks: Blocks) -> tuple[str, nn.ModuleList]:
     """The language model's ModuleList of decoder layers, and its name in the model."""
     for name, module in model.named_modules():
-        wanted = isinstance(module, nn.ModuleList) and f".{name}".endswith(f".{blocks.family.layers}")
+        wanted = isinstance(module, nn.ModuleList) and f".{name}".endswith(
+            f".{blocks.family.layers}"
+        )
         if wanted and len(module) == blocks.count and not _other_modality(name):
             return name, module
-    raise SurgeryError(f"{type(model).__name__} has no list of {blocks.count} decoder layers named {blocks.family.layers}",
-                       "the number of layers in config.json is not what the model class builds")  # fmt: skip
+    raise SurgeryError(
+        f"{type(model).__name__} has no list of {blocks.count} decoder layers named {blocks.family.layers}",
+        "the number of layers in config.json is not what the model class builds",
+    )
 
 
 def load(model: Any, tensors: Mapping[str, LazyTensor], device: str = "cpu") -> None:
-    """Load these on-disk names into the model in its own dtype, renamed and converted as stock loading does.
+    """Load these on-disk names into the model in its own dtype, renamed and converted as stock
+    loading does.
 
-    A head that is tied to the embeddings is tied to whichever of the two is there. Raises SurgeryError where a shape is
-    not the class's.
+    A head that is tied to the embeddings is tied to whichever of the two is there. Raises
+    SurgeryError where a shape is not the class's.
     """
     if CONVERTS:
         with _quiet(), _one_by_one():
@@ -122,12 +156,16 @@ def unload(module: nn.Module) -> None:
     for m in module.modules():
         for name, p in m._parameters.items():
             if p is not None:
-                m._parameters[name] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
+                m._parameters[name] = nn.Parameter(
+                    torch.empty_like(p, device="meta"), requires_grad=False
+                )
     _trim()
 
 
 def check_names(checkpoint: Checkpoint) -> NameReport:
-    """Every name and shape of the checkpoint against its model class, with the loader's own renaming. Reads no weight."""
+    """Every name and shape of the checkpoint against its model class, with the loader's own
+    renaming. Reads no weight.
+    """
     model = meta_model(checkpoint)
     compare = _compare_converted if CONVERTS else _compare_plain
     info = compare(model, checkpoint.tensors)
@@ -139,7 +177,7 @@ def check_names(checkpoint: Checkpoint) -> NameReport:
     )
 
 
-# --- config -----------------------------------------------------------------------------------------------------------
+# --- config ---------------------------------------------------------------------------------------
 
 
 def _first_line(e: Exception) -> str:
@@ -161,18 +199,25 @@ def _folder(checkpoint: Checkpoint) -> Iterator[Path]:
 
 def _parse(checkpoint: Checkpoint, folder: Path) -> Any:
     try:
-        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=runs_custom_code(checkpoint))
+        return transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=runs_custom_code(checkpoint)
+        )
     except Exception as e:  # what it raises for a wrong value depends on the class
-        raise SurgeryError(f"transformers {transformers.__version__} cannot read config.json: {_first_line(e)}",
-                           "upgrade transformers, or mend the config") from None  # fmt: skip
+        raise SurgeryError(
+            f"transformers {transformers.__version__} cannot read config.json: {_first_line(e)}",
+            "upgrade transformers, or mend the config",
+        ) from None
 
 
 def runs_custom_code(checkpoint: Checkpoint) -> bool:
     """Whether to run the checkpoint's own code: only where transformers has none for it."""
-    return checkpoint.custom_code and checkpoint.config.get("model_type") not in transformers.CONFIG_MAPPING
+    return (
+        checkpoint.custom_code
+        and checkpoint.config.get("model_type") not in transformers.CONFIG_MAPPING
+    )
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +252,9 @@ def _load_plain(model: Any, tensors: Mapping[str, LazyTensor], device: str) -> l
     if not info.mismatched_keys:
         expected = model.state_dict()
         named = {_plain_name(model, name, expected): t for name, t in tensors.items()}
-        state = {n: t.read().to(device, expected[n].dtype) for n, t in named.items() if n in expected}
+        state = {
+            n: t.read().to(device, expected[n].dtype) for n, t in named.items() if n in expected
+        }
         model.load_state_dict(state, strict=False, assign=True)
     return _mismatches(info)
 
@@ -233,11 +280,15 @@ def _tie(model: Any) -> None:
 
 
 def _ties(model: Any) -> bool:
-    return model.get_output_embeddings() is not None and bool(model.config.get_text_config().tie_word_embeddings)
+    return model.get_output_embeddings() is not None and bool(
+        model.config.get_text_config().tie_word_embeddings
+    )
 
 
 def _trim() -> None:
-    """Give freed pages back: glibc keeps what is below its threshold, and a walk would grow to the size of the model."""
+    """Give freed pages back: glibc keeps what is below its threshold, and a walk would grow to the
+    size of the model.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim:
         trim(0)
@@ -245,8 +296,8 @@ def _trim() -> None:
 
 @contextmanager
 def _one_by_one() -> Iterator[None]:
-    """Tensors are read when their turn comes, not all at once by threads: that would hold a layer twice, as it is on the disk
-    and as it is computed."""
+    """Tensors are read when their turn comes, not all at once by threads: that would hold a layer
+    twice, as it is on the disk and as it is computed."""
     before = os.environ.get(ONE_BY_ONE)
     os.environ[ONE_BY_ONE] = "1"
     try:
@@ -273,7 +324,7 @@ def _quiet() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def _compare_converted(model: Any, tensors: Mapping[str, LazyTensor]) -> Any:
@@ -299,7 +350,10 @@ def _empty(t: LazyTensor) -> torch.Tensor:
 
 
 def _mismatches(info: Any) -> list[str]:
-    shapes = [f"{n}: {tuple(found)} on disk, {tuple(wanted)} in the class" for n, found, wanted in info.mismatched_keys]
+    shapes = [
+        f"{n}: {tuple(found)} on disk, {tuple(wanted)} in the class"
+        for n, found, wanted in info.mismatched_keys
+    ]
     failed = [f"{n}: {text.strip().splitlines()[-1]}" for n, text in info.conversion_errors.items()]
     return sorted(shapes) + sorted(failed)
 
@@ -308,7 +362,10 @@ def _tied(model: Any, missing: set[str]) -> set[str]:
     """The one of head and embeddings that is missing where they are tied and the other is there."""
     if not _ties(model):
         return set()
-    pair = {f"{module_name(model, m)}.weight" for m in (model.get_output_embeddings(), model.get_input_embeddings())}
+    pair = {
+        f"{module_name(model, m)}.weight"
+        for m in (model.get_output_embeddings(), model.get_input_embeddings())
+    }
     return set() if pair <= missing else pair
 
 
@@ -340,6 +397,12 @@ def outer_names(blocks: Blocks) -> list[str]:
 
 
 def without_weights(model: Any, skip: Iterable[nn.Module]) -> list[str]:
-    """Parameters that text passes and that are still on the meta device, outside the modules of `skip`."""
+    """Parameters that text passes and that are still on the meta device, outside the modules of
+    `skip`.
+    """
     skipped = {id(p) for module in skip for p in module.parameters()}
-    return [n for n, p in model.named_parameters() if p.is_meta and id(p) not in skipped and not _other_modality(n)]
+    return [
+        n
+        for n, p in model.named_parameters()
+        if p.is_meta and id(p) not in skipped and not _other_modality(n)
+    ]

@@ -1,8 +1,9 @@
 """A forward pass that holds one decoder layer at a time, so that a model need not fit in memory.
 
-Embeddings and masks are recorded once by running the real body with every decoder layer replaced by a stub that keeps
-its arguments; then each layer is loaded, run on all batches and dropped. At the end the stock class runs once more,
-its stubs returning the walk's hidden states: final norm, head, soft-capping and scaling need no code here.
+Embeddings and masks are recorded once by running the real body with every decoder layer replaced by
+a stub that keeps its arguments; then each layer is loaded, run on all batches and dropped. At the
+end the stock class runs once more, its stubs returning the walk's hidden states: final norm, head,
+soft-capping and scaling need no code here.
 
 Shapes: b sequences of a batch, T positions, H hidden_size, V vocab_size.
 """
@@ -20,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from surgery import modeling
+from surgery.blocks import block_config
 from surgery.calibration import stock
-from surgery.calibration.double import arithmetic
+from surgery.calibration.fp64 import arithmetic
 from surgery.calibration.prefetch import Prefetch
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError, UsageError
@@ -36,7 +37,9 @@ CHUNK_LOGITS = 2**24  # logits held at once: 64 MiB in fp32
 
 @dataclass(kw_only=True, slots=True)
 class Layer:
-    """One decoder layer with its weights. `hidden` [b, T, H] for each batch: its inputs, and after `run` its outputs."""
+    """One decoder layer with its weights. `hidden` [b, T, H] for each batch: its inputs, and after
+    `run` its outputs.
+    """
 
     index: int
     module: nn.Module
@@ -47,7 +50,9 @@ class Layer:
 
     @torch.no_grad()
     def outputs(self, hidden: Sequence[Tensor] | None = None) -> Iterator[Tensor]:
-        """The output [b, T, H] of each batch, or of these `hidden`, with the module as it stands; the walk does not move."""
+        """The output [b, T, H] of each batch, or of these `hidden`, with the module as it stands;
+        the walk does not move.
+        """
         states = self.hidden if hidden is None else hidden
         for x, (args, kwargs) in zip(states, self.arguments, strict=False):
             with arithmetic(x.dtype):
@@ -55,7 +60,9 @@ class Layer:
             yield out[0] if isinstance(out, tuple) else out
 
     def run(self, each: Callable[[int, Tensor], None] = lambda b, output: None) -> None:
-        """Replace the hidden states by the layer's outputs, batch by batch; `each` sees them as they come."""
+        """Replace the hidden states by the layer's outputs, batch by batch; `each` sees them as
+        they come.
+        """
         for b, out in enumerate(self.outputs()):
             each(b, out)
             self.hidden[b] = out
@@ -65,14 +72,22 @@ class Layer:
 class Walk:
     """`for layer in walk: ...` visits each decoder layer, loaded; then `logits()`.
 
-    The body of the loop may hook `layer.module`, look at `layer.outputs()`, load other weights into it, and `run()`
-    it; a layer that it did not run is run when the loop goes on. `hidden` is where the walk stands, and is changed in
-    place. Hidden states beyond `memory_budget` bytes lie in a temporary file. With `dtype` fp64 everything is computed in
-    fp64 (see `double`).
+    The body of the loop may hook `layer.module`, look at `layer.outputs()`, load other weights into
+    it, and `run()` it; a layer that it did not run is run when the loop goes on. `hidden` is where
+    the walk stands, and is changed in place. Hidden states beyond `memory_budget` bytes lie in a
+    temporary file. With `dtype` fp64 everything is computed in fp64 (see `double`).
     """
 
-    def __init__(self, checkpoint: Checkpoint, input_ids: Tensor, *, dtype: torch.dtype = torch.float32,
-                 device: str = "cpu", batch_size: int = 0, memory_budget: int | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        input_ids: Tensor,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        batch_size: int = 0,
+        memory_budget: int | None = None,
+    ) -> None:
         self.checkpoint, self.device, self.dtype = checkpoint, device, dtype
         self.blocks = locate(checkpoint)
         self.ahead = Prefetch(device) if device.startswith("cuda") else None
@@ -95,11 +110,21 @@ class Walk:
             module = self.layers[index]
             tables = self._tables(index)
             self.load([*self.blocks.names(index), *(n for names, _ in tables for n in names)])
-            read = [n for m in (module, *(m for _, m in tables)) for n, p in m.named_parameters() if p.is_meta]
+            read = [
+                n
+                for m in (module, *(m for _, m in tables))
+                for n, p in m.named_parameters()
+                if p.is_meta
+            ]
             self._require(read, f"layer {index}: ")
             self._read_ahead(self.blocks.names(index + 1))
-            layer = Layer(index=index, module=module, hidden=self.hidden, arguments=self.arguments[index],
-                          device=self.device)  # fmt: skip
+            layer = Layer(
+                index=index,
+                module=module,
+                hidden=self.hidden,
+                arguments=self.arguments[index],
+                device=self.device,
+            )
             try:
                 yield layer
                 if not layer.done:
@@ -109,9 +134,16 @@ class Walk:
                     stock.unload(loaded)
 
     def _tables(self, index: int | None = None) -> list[tuple[list[str], nn.Module]]:
-        """What blocks of a layer (or of any) read and the body owns: names on disk, and the module."""
-        return [([n for n in self.checkpoint.tensors if f".{name}." in f".{n}"], self.model.base_model.get_submodule(name))
-                for name in modeling.shared(self.checkpoint.config, index)]  # fmt: skip
+        """What blocks of a layer (or of any) read and the body owns: names on disk, and the
+        module.
+        """
+        return [
+            (
+                [n for n in self.checkpoint.tensors if f".{name}." in f".{n}"],
+                self.model.base_model.get_submodule(name),
+            )
+            for name in block_config.shared_modules(self.checkpoint.config, index)
+        ]
 
     def load(self, names: Sequence[str]) -> None:
         """Load these tensors of the checkpoint into the model."""
@@ -119,7 +151,9 @@ class Walk:
         stock.load(self.model, self.ahead.take(tensors) if self.ahead else tensors, self.device)
 
     def _read_ahead(self, names: Sequence[str]) -> None:
-        """Read these tensors, or ask the kernel to read their bytes, while something else is computed."""
+        """Read these tensors, or ask the kernel to read their bytes, while something else is
+        computed.
+        """
         if self.ahead:
             self.ahead.start({n: self.checkpoint.tensors[n] for n in names})
             return
@@ -130,14 +164,17 @@ class Walk:
                 os.posix_fadvise(f.fileno(), extent.offset, extent.length, os.POSIX_FADV_WILLNEED)
 
     def twin(self) -> list[Tensor]:
-        """The hidden states once more, to be moved through the layers by other weights; spilled alike."""
+        """The hidden states once more, to be moved through the layers by other weights; spilled
+        alike.
+        """
         copy = _Hidden(self.memory_budget)
         for hidden in self.hidden:
             copy.append(hidden)
         return copy
 
     def fork(self, checkpoint: Checkpoint, hidden: Sequence[Tensor]) -> Walk:
-        """A walk that goes on from `hidden` (the first batches) with the weights of `checkpoint`, of the same config.
+        """A walk that goes on from `hidden` (the first batches) with the weights of `checkpoint`,
+        of the same config.
 
         It shares the model: use one of the two at a time.
         """
@@ -148,7 +185,8 @@ class Walk:
 
     @torch.no_grad()
     def logits(self) -> Iterator[tuple[Positions, Tensor]]:
-        """After the last layer: logits [b, n, V] of n positions of a batch, and where in `input_ids` they stand.
+        """After the last layer: logits [b, n, V] of n positions of a batch, and where in
+        `input_ids` they stand.
 
         Never more than `CHUNK_LOGITS` of them (or one position of a batch) at a time.
         """
@@ -167,12 +205,16 @@ class Walk:
             stock.unload(self.model)
 
     def loss_gradient(self, input_ids: Tensor) -> list[Tensor]:
-        """After the last layer: d(mean language-model loss of input_ids [B, T]) / d(hidden states) [b, T, H] of each batch."""
+        """After the last layer: d(mean language-model loss of input_ids [B, T]) / d(hidden states)
+        [b, T, H] of each batch.
+        """
         self._load_outer(without=self.model.get_input_embeddings())
         targets, found, row = input_ids[:, 1:].to(self.device), list[Tensor](), 0
         try:
             for hidden in self.hidden:
-                found.append(self._loss_gradient(hidden, targets[row : row + len(hidden)], targets.numel()))
+                found.append(
+                    self._loss_gradient(hidden, targets[row : row + len(hidden)], targets.numel())
+                )
                 row += len(hidden)
         finally:
             stock.unload(self.model)
@@ -183,29 +225,41 @@ class Walk:
         found = torch.zeros_like(hidden, device=self.device)
         n = max(1, CHUNK_LOGITS // (len(hidden) * self.model.config.get_text_config().vocab_size))
         for start in range(0, targets.shape[1], n):
-            chunk = hidden[:, start : min(start + n, targets.shape[1])].to(self.device).requires_grad_()
+            chunk = (
+                hidden[:, start : min(start + n, targets.shape[1])].to(self.device).requires_grad_()
+            )
             logits = self._head(chunk)
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, start : start + n].flatten(),
-                                                     reduction="sum")  # fmt: skip
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), targets[:, start : start + n].flatten(), reduction="sum"
+            )
             (found[:, start : start + chunk.shape[1]],) = torch.autograd.grad(loss / count, chunk)
         return found
 
     def _head(self, hidden: Tensor) -> Tensor:
-        """Final norm and head of hidden states [b, n, H] that stand at the end of the last layer."""
+        """Final norm and head of hidden states [b, n, H] that stand at the end of the last
+        layer.
+        """
         width = self.model.get_input_embeddings().embedding_dim
         nothing = torch.zeros(*hidden.shape[:2], width, dtype=self.dtype, device=self.device)
-        with arithmetic(self.dtype), self._stubs(lambda hidden_states, *args, **kwargs: hidden.as_subclass(_Whole)):
+        with (
+            arithmetic(self.dtype),
+            self._stubs(lambda hidden_states, *args, **kwargs: hidden.as_subclass(_Whole)),
+        ):
             return self.model(inputs_embeds=nothing, use_cache=False).logits
 
     @torch.no_grad()
     def _record(self, batches: Sequence[Tensor]) -> None:
-        """Run the body with stubs, for the inputs of the first layer and the other arguments of each."""
+        """Run the body with stubs, for the inputs of the first layer and the other arguments of
+        each.
+        """
         self._load_outer(without=self.model.get_output_embeddings())
         pool: list[Tensor] = []
         for ids in batches:
             calls: list[tuple[Tensor, Arguments]] = []
 
-            def stub(hidden_states: Tensor, *args: Any, _calls: list[Any] = calls, **kwargs: Any) -> Tensor:
+            def stub(
+                hidden_states: Tensor, *args: Any, _calls: list[Any] = calls, **kwargs: Any
+            ) -> Tensor:
                 _calls.append((hidden_states, (args, kwargs)))
                 return hidden_states.as_subclass(_Whole)
 
@@ -213,7 +267,9 @@ class Walk:
                 self.model.base_model(input_ids=ids.to(self.device), use_cache=False)
             self.hidden.append(calls[0][0])
             for arguments, (_, (args, kwargs)) in zip(self.arguments, calls, strict=True):
-                arguments.append((_share(args, pool), {k: _share(v, pool) for k, v in kwargs.items()}))
+                arguments.append(
+                    (_share(args, pool), {k: _share(v, pool) for k, v in kwargs.items()})
+                )
         stock.unload(self.model)
 
     @contextmanager
@@ -227,7 +283,9 @@ class Walk:
                 del layer.forward
 
     def _load_outer(self, without: nn.Module) -> None:
-        """Load what stands outside the layers, less the embeddings or the head where the checkpoint has both."""
+        """Load what stands outside the layers, less the embeddings or the head where the checkpoint
+        has both.
+        """
         names, left_out = stock.outer_names(self.blocks), set[str]()
         ends = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
         on_disk = [self._on_disk(module, names) for module in ends]
@@ -245,23 +303,36 @@ class Walk:
 
     def _require(self, missing: Sequence[str], where: str = "") -> None:
         if missing:
-            raise SurgeryError(f"{where}the checkpoint has no tensor for {missing[0]} ({len(missing)} such)",
-                               "the checkpoint is incomplete, or its config.json is another model's")  # fmt: skip
+            raise SurgeryError(
+                f"{where}the checkpoint has no tensor for {missing[0]} ({len(missing)} such)",
+                "the checkpoint is incomplete, or its config.json is another model's",
+            )
 
 
 def choose_device(name: str | None = None) -> str:
-    """The device of that name, by default the fastest that is there. Raises UsageError where it is not."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    """The device of that name, by default the fastest that is there. Raises UsageError where it is
+    not.
+    """
+    there = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
     name = name or next(n for n, found in there.items() if found)
     if name == "cuda" and "LOCAL_RANK" in os.environ:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     if not there.get(name.split(":")[0]):
-        raise UsageError(f"no device {name!r} here", f"there is: {', '.join(n for n, found in there.items() if found)}")
+        raise UsageError(
+            f"no device {name!r} here",
+            f"there is: {', '.join(n for n, found in there.items() if found)}",
+        )
     return name
 
 
 def join_processes() -> None:
-    """Find the other processes that `torchrun` or `accelerate launch` started with this one, if any."""
+    """Find the other processes that `torchrun` or `accelerate launch` started with this one, if
+    any.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized():
         distributed.init_process_group("gloo")  # statistics are merged on the CPU
 
@@ -273,15 +344,26 @@ def processes() -> tuple[int, int]:
 
 
 def choose_dtype(name: str | None, device: str) -> torch.dtype:
-    """bf16, fp16 or fp32; by default bf16 on a GPU and on a processor that multiplies it, else fp32."""
+    """bf16, fp16 or fp32; by default bf16 on a GPU and on a processor that multiplies it, else
+    fp32.
+    """
     if name is None:
-        multiplies = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # absent from older versions
-        name = "bf16" if device != "cpu" or any(getattr(torch.cpu, m, bool)() for m in multiplies) else "fp32"
+        multiplies = (
+            "_is_amx_tile_supported",
+            "_is_avx512_bf16_supported",
+        )  # absent from older versions
+        name = (
+            "bf16"
+            if device != "cpu" or any(getattr(torch.cpu, m, bool)() for m in multiplies)
+            else "fp32"
+        )
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
 
 
 class _Hidden(list[Tensor]):
-    """Hidden states of each batch. Those that do not fit in `budget` bytes are mapped from a file, and replaced in it."""
+    """Hidden states of each batch. Those that do not fit in `budget` bytes are mapped from a file,
+    and replaced in it.
+    """
 
     def __init__(self, budget: int | None) -> None:
         super().__init__()
@@ -307,14 +389,20 @@ def _mapped(value: Tensor) -> Tensor:
     """A copy in a file of the folder that TMPDIR names, which goes when the tensor does."""
     with tempfile.NamedTemporaryFile(prefix="surgery-") as file:
         file.truncate(value.nbytes)
-        copy = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
+        copy = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype).view(
+            value.shape
+        )
     return copy.copy_(value)
 
 
 class _Whole(Tensor):
-    """A stub's output that is its own first element: some bodies take a layer's output whole, some take `[0]` of a tuple."""
+    """A stub's output that is its own first element: some bodies take a layer's output whole, some
+    take `[0]` of a tuple.
+    """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # every operation on it returns a plain tensor
+    __torch_function__ = (
+        torch._C._disabled_torch_function_impl
+    )  # every operation on it returns a plain tensor
 
     def __getitem__(self, index: Any) -> Tensor:
         whole = self.as_subclass(Tensor)
@@ -322,7 +410,9 @@ class _Whole(Tensor):
 
 
 def _share(value: Any, pool: list[Tensor]) -> Any:
-    """`value` with its tensors replaced by equal ones of `pool`: batches of one shape have one mask."""
+    """`value` with its tensors replaced by equal ones of `pool`: batches of one shape have one
+    mask.
+    """
     if isinstance(value, tuple):
         return tuple(_share(v, pool) for v in value)
     if not isinstance(value, Tensor):

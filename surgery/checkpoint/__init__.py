@@ -1,15 +1,36 @@
-"""Checkpoints: read lazily, planned before the first byte, written as a stream."""
+"""Checkpoints: a config, lazy tensors, side files, and the plan of what is written of them."""
 
 from surgery.checkpoint.checkpoint import Checkpoint, Source, Step, natural_key
-from surgery.checkpoint.deferred import Work
-from surgery.checkpoint.inline import InlineFile
+from surgery.checkpoint.generated_file import GeneratedFile
 from surgery.checkpoint.plan import Plan, Shard, make_plan, parse_size
-from surgery.checkpoint.reader import open_checkpoint
-from surgery.checkpoint.tensors import Extent, LazyTensor, SourceFile, concatenate, constant, derive, normal
-from surgery.checkpoint.writer import Written, add, check_space, check_target, finish, is_finished, write
+from surgery.checkpoint.tensors import (
+    Extent,
+    LazyTensor,
+    SourceFile,
+    concatenate,
+    constant,
+    derive,
+    normal,
+)
+from surgery.checkpoint.work import Progress, Work
 
 __all__ = [
-    "Checkpoint", "Extent", "InlineFile", "LazyTensor", "Plan", "Shard", "Source", "SourceFile", "Step", "Work", "Written", "add", "check_space", "check_target",
-    "concatenate", "constant", "derive", "finish", "is_finished", "make_plan", "natural_key", "normal",
-    "open_checkpoint", "parse_size", "write",
-]  # fmt: skip
+    "Checkpoint",
+    "Extent",
+    "GeneratedFile",
+    "LazyTensor",
+    "Plan",
+    "Progress",
+    "Shard",
+    "Source",
+    "SourceFile",
+    "Step",
+    "Work",
+    "concatenate",
+    "constant",
+    "derive",
+    "make_plan",
+    "natural_key",
+    "normal",
+    "parse_size",
+]

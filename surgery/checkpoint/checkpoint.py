@@ -1,4 +1,6 @@
-"""A checkpoint: a config, named lazy tensors, side files. Surgery is a function from checkpoint to checkpoint."""
+"""A checkpoint: a config, named lazy tensors, side files. Surgery is a function from checkpoint to
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from surgery.checkpoint.deferred import Work
 from surgery.checkpoint.tensors import LazyTensor, SourceFile
+from surgery.checkpoint.work import Work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Where a checkpoint was read from: a folder, a file or a Hub id, and the commit it was pinned to."""
+    """Where a checkpoint was read from: a folder, a file or a Hub id, and the commit it was pinned
+    to.
+    """
 
     location: str
     revision: str | None = None
@@ -23,32 +27,42 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One operation that was applied: its name, its parameters, and whether it claims to keep the function exactly."""
+    """One operation that was applied: its name, its parameters, and whether it claims to keep the
+    function exactly.
+    """
 
     operation: str
     parameters: dict[str, Any]
     exact: bool
     layers: tuple[int, ...]  # the layers whose MLP it changed
     notes: tuple[str, ...] = ()  # what the user should know
-    work: Work | None = field(default=None, compare=False)  # what must run before its tensors can be read
+    work: Work | None = field(
+        default=None, compare=False
+    )  # what must run before its tensors can be read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """`config` is the parsed config.json; `tensors` maps on-disk names to lazy tensors; `files` are copied byte for byte."""
+    """`config` is the parsed config.json; `tensors` maps on-disk names to lazy tensors; `files` are
+    copied byte for byte.
+    """
 
     config: Mapping[str, Any]
     tensors: Mapping[str, LazyTensor]
     files: tuple[SourceFile, ...] = ()
     source: Source
     steps: tuple[Step, ...] = ()
-    shards: Mapping[str, SourceFile] = field(default_factory=dict)  # tensor -> the source file that holds it whole
+    shards: Mapping[str, SourceFile] = field(
+        default_factory=dict
+    )  # tensor -> the source file that holds it whole
     custom_code: bool = False
     card: SourceFile | None = None  # the source's README.md, of which an output takes the metadata
 
     @property
     def text_config(self) -> Mapping[str, Any]:
-        """The language model's part of the config: `text_config` in multimodal models, else the whole."""
+        """The language model's part of the config: `text_config` in multimodal models, else the
+        whole.
+        """
         return self.config.get("text_config") or self.config
 
     @property

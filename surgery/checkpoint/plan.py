@@ -1,4 +1,5 @@
-"""The plan: every file of the output, its header, its size and its sources, known before the first byte is written.
+"""The plan: every file of the output, its header, its size and its sources, known before the first
+byte is written.
 
 `--dry-run` prints it, the free-space check uses it, a resumed run is recognised by its fingerprint.
 """
@@ -23,7 +24,9 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """One output file: its header, then the tensors one after another. `verbatim`: a source file copied as it is."""
+    """One output file: its header, then the tensors one after another. `verbatim`: a source file
+    copied as it is.
+    """
 
     name: str
     header: bytes
@@ -52,35 +55,60 @@ class Plan:
 
     @property
     def peak_memory(self) -> int:
-        """Bytes that computing the largest tensor holds, beyond the interpreter and torch themselves."""
+        """Bytes that computing the largest tensor holds, beyond the interpreter and torch
+        themselves.
+        """
         return max((t.peak_memory for s in self.shards for _, t in s.tensors), default=0)
 
 
 def parse_size(text: str) -> int:
     """Bytes in "5GB", "500MB", "1.5GiB" or a plain number. Raises UsageError for anything else."""
-    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-             "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+    units = {
+        "": 1,
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "TB": 10**12,
+        "KIB": 2**10,
+        "MIB": 2**20,
+        "GIB": 2**30,
+        "TIB": 2**40,
+    }
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if not match or match[2].upper() not in units or not (size := int(float(match[1]) * units[match[2].upper()])):
+    if (
+        not match
+        or match[2].upper() not in units
+        or not (size := int(float(match[1]) * units[match[2].upper()]))
+    ):
         raise UsageError(f"{text!r} is not a size", "write it like 5GB, 500MB or 2GiB")
     return size
 
 
 def make_plan(checkpoint: Checkpoint, max_shard_size: int | None = None) -> Plan:
-    """The plan of writing `checkpoint` in shards of at most `max_shard_size` bytes (default 5 GB; a tensor larger than
-    that has a shard of its own). Where the tensors are the source's own, its shards are kept as they are."""
+    """The plan of writing `checkpoint` in shards of at most `max_shard_size` bytes (default 5 GB; a
+    tensor larger than that has a shard of its own). Where the tensors are the source's own, its
+    shards are kept as they are."""
     shards = (_verbatim(checkpoint) if max_shard_size is None else None) or _pack(
         checkpoint.tensors, max_shard_size or DEFAULT_SHARD_SIZE
     )
     small = {f.name: side_file(f.name, f.path().read_bytes()) for f in checkpoint.files}
-    if shards[0].name != "model.safetensors":  # one file of another name is found through an index alone
+    if (
+        shards[0].name != "model.safetensors"
+    ):  # one file of another name is found through an index alone
         small[INDEX] = _index(checkpoint, shards)
     small["config.json"] = dump(_config(checkpoint.config, checkpoint.tensors))
-    return Plan(shards=shards, small=small, fingerprint=_fingerprint(shards, small), parameters=checkpoint.parameters)
+    return Plan(
+        shards=shards,
+        small=small,
+        fingerprint=_fingerprint(shards, small),
+        parameters=checkpoint.parameters,
+    )
 
 
 def _config(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """The config complete for transformers 4 and 5; without a dtype 4 loads fp32, so the commonest one is written."""
+    """The config complete for transformers 4 and 5; without a dtype 4 loads fp32, so the commonest
+    one is written.
+    """
     if not (config.get("dtype") or config.get("torch_dtype") or config.get("text_config")):
         sizes: dict[str, int] = {}
         for t in tensors.values():
@@ -100,19 +128,30 @@ def _verbatim(checkpoint: Checkpoint) -> tuple[Shard, ...] | None:
     if len(checkpoint.tensors) != len(checkpoint.shards) or not all(_standard(n) for n in files):
         return None
     return tuple(
-        Shard(name=name, header=b"", verbatim=files[name],
-              tensors=tuple((n, t) for n, t in checkpoint.tensors.items() if checkpoint.shards[n].name == name))
+        Shard(
+            name=name,
+            header=b"",
+            verbatim=files[name],
+            tensors=tuple(
+                (n, t) for n, t in checkpoint.tensors.items() if checkpoint.shards[n].name == name
+            ),
+        )
         for name in sorted(files)
-    )  # fmt: skip
+    )
 
 
 def _standard(name: str) -> bool:
     """Whether transformers finds a weight file of this name."""
-    return name == "model.safetensors" or re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) is not None
+    return (
+        name == "model.safetensors"
+        or re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) is not None
+    )
 
 
 def _pack(tensors: Mapping[str, LazyTensor], limit: int) -> tuple[Shard, ...]:
-    """Tensors in the order of their names, layer after layer, cut into shards of at most `limit` bytes."""
+    """Tensors in the order of their names, layer after layer, cut into shards of at most `limit`
+    bytes.
+    """
     groups: list[list[str]] = [[]]
     size = 0
     for name in sorted(tensors, key=natural_key):
@@ -123,10 +162,15 @@ def _pack(tensors: Mapping[str, LazyTensor], limit: int) -> tuple[Shard, ...]:
         size += tensors[name].nbytes
     shards = []
     for i, names in enumerate(groups, 1):
-        # Wide dtypes first: torch cannot view an fp32 tensor that begins at an odd multiple of two bytes.
+        # Wide dtypes first: torch cannot view an fp32 tensor that begins at an odd multiple of two
+        # bytes.
         names.sort(key=lambda n: -DTYPES[tensors[n].dtype][0])
         pairs = tuple((n, tensors[n]) for n in names)
-        file = "model.safetensors" if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        file = (
+            "model.safetensors"
+            if len(groups) == 1
+            else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        )
         shards.append(Shard(name=file, header=make_header(pairs), tensors=pairs))
     return tuple(shards)
 

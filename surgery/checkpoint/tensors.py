@@ -1,8 +1,9 @@
 """Lazy tensors: a dtype, a shape, and where the bytes will come from.
 
-Either *extents* of source files (whole tensors, row slices, concatenations), which the writer lets the kernel copy
-without a byte passing through Python, or a *function* of other lazy tensors, computed when its turn to be written
-comes. The size is always known beforehand, so a plan can be made without reading any weight.
+Either *extents* of source files (whole tensors, row slices, concatenations), which the writer lets
+the kernel copy without a byte passing through Python, or a *function* of other lazy tensors,
+computed when its turn to be written comes. The size is always known beforehand, so a plan can be
+made without reading any weight.
 
 Dtypes are safetensors' names ("BF16"), so that planning needs no torch.
 """
@@ -25,11 +26,24 @@ if TYPE_CHECKING:
 
 # bytes per element, torch's name
 DTYPES: dict[str, tuple[int, str]] = {
-    "F64": (8, "float64"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16"),
-    "F8_E4M3": (1, "float8_e4m3fn"), "F8_E5M2": (1, "float8_e5m2"), "F8_E8M0": (1, "float8_e8m0fnu"),
-    "I64": (8, "int64"), "I32": (4, "int32"), "I16": (2, "int16"), "I8": (1, "int8"), "U8": (1, "uint8"),
-    "U16": (2, "uint16"), "U32": (4, "uint32"), "U64": (8, "uint64"), "BOOL": (1, "bool"), "C64": (8, "complex64"),
-}  # fmt: skip
+    "F64": (8, "float64"),
+    "F32": (4, "float32"),
+    "F16": (2, "float16"),
+    "BF16": (2, "bfloat16"),
+    "F8_E4M3": (1, "float8_e4m3fn"),
+    "F8_E5M2": (1, "float8_e5m2"),
+    "F8_E8M0": (1, "float8_e8m0fnu"),
+    "I64": (8, "int64"),
+    "I32": (4, "int32"),
+    "I16": (2, "int16"),
+    "I8": (1, "int8"),
+    "U8": (1, "uint8"),
+    "U16": (2, "uint16"),
+    "U32": (4, "uint32"),
+    "U64": (8, "uint64"),
+    "BOOL": (1, "bool"),
+    "C64": (8, "complex64"),
+}
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -63,11 +77,12 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """`dtype`, `shape`, and one of three: `extents`; `compute(*inputs)`, which returns a torch tensor of that dtype and shape;
-    or, with neither, the `inputs` one after another along the first dimension, so that they are written one at a time.
+    """`dtype`, `shape`, and one of three: `extents`; `compute(*inputs)`, which returns a torch
+    tensor of that dtype and shape; or, with neither, the `inputs` one after another along the first
+    dimension, so that they are written one at a time.
 
-    `recipe` names the function and its constants ("cast to F32"): with the inputs it identifies the value, so
-    that a plan's fingerprint changes whenever an output byte would.
+    `recipe` names the function and its constants ("cast to F32"): with the inputs it identifies the
+    value, so that a plan's fingerprint changes whenever an output byte would.
     """
 
     dtype: str
@@ -87,7 +102,9 @@ class LazyTensor:
 
     @property
     def peak_memory(self) -> int:
-        """Upper bound of the bytes held while the value is computed; 0 where the kernel copies it."""
+        """Upper bound of the bytes held while the value is computed; 0 where the kernel copies
+        it.
+        """
         if self.compute is None:
             return max((t.peak_memory for t in self.inputs), default=0)
         held = sum(max(t.nbytes, t.peak_memory) for t in self.inputs)
@@ -107,18 +124,24 @@ class LazyTensor:
             yield from t.sources()
 
     def read(self) -> torch.Tensor:
-        """The value, in memory, as a torch tensor of this dtype and shape that nothing else shares."""
+        """The value, in memory, as a torch tensor of this dtype and shape that nothing else
+        shares.
+        """
         import torch
 
         if self.compute is not None:
             value = self.compute(*(t.read() for t in self.inputs))
             expected = (getattr(torch, DTYPES[self.dtype][1]), self.shape)
             if (value.dtype, tuple(value.shape)) != expected:
-                raise AssertionError(f"{self.recipe}: planned {expected}, computed {(value.dtype, value.shape)}")
+                raise AssertionError(
+                    f"{self.recipe}: planned {expected}, computed {(value.dtype, value.shape)}"
+                )
             return value.contiguous()
         if self.inputs:
             value = torch.empty(self.shape, dtype=getattr(torch, DTYPES[self.dtype][1]))
-            for part, t in zip(value.split([t.shape[0] for t in self.inputs]), self.inputs, strict=True):
+            for part, t in zip(
+                value.split([t.shape[0] for t in self.inputs]), self.inputs, strict=True
+            ):
                 part.copy_(t.read())
             return value
         if not self.nbytes:
@@ -142,12 +165,14 @@ class LazyTensor:
                 while position < end:
                     n = f.readinto(view[position:end])
                     if not n:
-                        raise SurgeryError(f"{extent.file.name} ended early: it was truncated while it was read",
-                                           "check the source with `surgery inspect`, then run the same command again")  # fmt: skip
+                        raise SurgeryError(
+                            f"{extent.file.name} ended early: it was truncated while it was read",
+                            "check the source with `surgery inspect`, then run the same command again",
+                        )
                     position += n
         return buffer
 
-    # --- views: still extents, copied by the kernel ---------------------------------------------------------------
+    # --- views: still extents, copied by the kernel -----------------------------------------------
 
     def rows(self, start: int, stop: int) -> LazyTensor:
         """Rows [start, stop) of the first dimension."""
@@ -155,7 +180,9 @@ class LazyTensor:
             raise ValueError(f"rows {start}:{stop} of a tensor of shape {self.shape}")
         shape = (stop - start, *self.shape[1:])
         if not self.copied:
-            return derive(f"rows {start}:{stop}", lambda t: t[start:stop], self, dtype=self.dtype, shape=shape)
+            return derive(
+                f"rows {start}:{stop}", lambda t: t[start:stop], self, dtype=self.dtype, shape=shape
+            )
         row = self.nbytes // self.shape[0]
         return LazyTensor(self.dtype, shape, tuple(_slice(self.extents, start * row, stop * row)))
 
@@ -164,29 +191,44 @@ class LazyTensor:
         if math.prod(shape) != self.numel:
             raise ValueError(f"cannot view {self.shape} as {shape}")
         if not self.copied:
-            return derive(f"reshape {shape}", lambda t: t.reshape(shape), self, dtype=self.dtype, shape=shape)
+            return derive(
+                f"reshape {shape}", lambda t: t.reshape(shape), self, dtype=self.dtype, shape=shape
+            )
         return LazyTensor(self.dtype, shape, self.extents)
 
-    # --- functions -------------------------------------------------------------------------------------------------
+    # --- functions --------------------------------------------------------------------------------
 
     def cast(self, dtype: str) -> LazyTensor:
         """The values in another dtype (round to nearest even)."""
         if dtype == self.dtype:
             return self
         name = DTYPES[dtype][1]
-        return derive(f"cast to {dtype}", lambda t: t.to(_torch_dtype(name)), self, dtype=dtype, shape=self.shape)
+        return derive(
+            f"cast to {dtype}",
+            lambda t: t.to(_torch_dtype(name)),
+            self,
+            dtype=dtype,
+            shape=self.shape,
+        )
 
     def transpose(self) -> LazyTensor:
         """The matrix transposed: [A, B] to [B, A]."""
         shape = (self.shape[1], self.shape[0])
         return derive("transpose", lambda t: t.T, self, dtype=self.dtype, shape=shape)
 
-    def map(self, recipe: str, function: Callable[[torch.Tensor], torch.Tensor], dtype: str = "") -> LazyTensor:
+    def map(
+        self, recipe: str, function: Callable[[torch.Tensor], torch.Tensor], dtype: str = ""
+    ) -> LazyTensor:
         """`function` of the values in fp32, rounded to `dtype` (this tensor's own by default)."""
         dtype = dtype or self.dtype
         name = DTYPES[dtype][1]
-        return derive(f"{recipe} in F32, as {dtype}", lambda t: function(t.float()).to(_torch_dtype(name)), self,
-                      dtype=dtype, shape=self.shape)  # fmt: skip
+        return derive(
+            f"{recipe} in F32, as {dtype}",
+            lambda t: function(t.float()).to(_torch_dtype(name)),
+            self,
+            dtype=dtype,
+            shape=self.shape,
+        )
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -195,14 +237,23 @@ def _torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def derive(recipe: str, function: Callable[..., torch.Tensor], *inputs: LazyTensor, dtype: str,
-           shape: tuple[int, ...]) -> LazyTensor:  # fmt: skip
-    """A tensor computed by `function` from `inputs` when it is written. `recipe` must name every constant in it."""
+def derive(
+    recipe: str,
+    function: Callable[..., torch.Tensor],
+    *inputs: LazyTensor,
+    dtype: str,
+    shape: tuple[int, ...],
+) -> LazyTensor:
+    """A tensor computed by `function` from `inputs` when it is written. `recipe` must name every
+    constant in it.
+    """
     return LazyTensor(dtype, shape, compute=function, inputs=inputs, recipe=recipe)
 
 
 def concatenate(tensors: Sequence[LazyTensor]) -> LazyTensor:
-    """The tensors one after another along the first dimension; no two of them are in memory when it is written."""
+    """The tensors one after another along the first dimension; no two of them are in memory when it
+    is written.
+    """
     first = tensors[0]
     for t in tensors:
         if (t.dtype, t.shape[1:]) != (first.dtype, first.shape[1:]):
@@ -225,7 +276,8 @@ def constant(value: float, shape: tuple[int, ...], dtype: str) -> LazyTensor:
 
 
 def normal(name: str, seed: int, std: float, shape: tuple[int, ...], dtype: str) -> LazyTensor:
-    """N(0, std²). The values depend on (seed, name) alone: any order, any process and any resume gives the same bytes.
+    """N(0, std²). The values depend on (seed, name) alone: any order, any process and any resume
+    gives the same bytes.
 
     Drawn by NumPy's PCG64, whose stream does not depend on the processor, unlike `torch.randn`.
     """
@@ -233,7 +285,9 @@ def normal(name: str, seed: int, std: float, shape: tuple[int, ...], dtype: str)
     def make() -> torch.Tensor:
         import torch
 
-        values = _generator(name, seed).standard_normal(math.prod(shape), dtype="float32").reshape(shape)
+        values = (
+            _generator(name, seed).standard_normal(math.prod(shape), dtype="float32").reshape(shape)
+        )
         return (torch.from_numpy(values) * std).to(_torch_dtype(DTYPES[dtype][1]))
 
     return derive(f"normal seed={seed} std={std!r} name={name}", make, dtype=dtype, shape=shape)

@@ -1,7 +1,7 @@
 """The command line: parse, call, render. Nothing below this package prints.
 
-Commands are imported when they are called and heavy modules inside them, so that `--help` needs neither torch nor
-transformers.
+Commands are imported when they are called and heavy modules inside them, so that `--help` needs
+neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 import click
 
 from surgery import __version__
-from surgery.errors import SurgeryError, Told, UsageError
+from surgery.errors import ReportedElsewhere, SurgeryError, UsageError
 
 COMMANDS = {  # in the order of the help
     "inspect": "Weigh a model: parameters, FLOPs, bytes, milliseconds per token.",
     "analyze": "Measure on text how sparse the MLPs are.",
     "upcycle": "Turn each MLP into a mixture of copies, exactly.",
-    "carve": "Cut each MLP into experts of its own neurons.",
+    "carve": "ExpertSplit each MLP into experts of its own neurons.",
     "relufy": "Make the MLPs sparse: ReLU and kin, repaired.",
     "memory": "Put product-key memory beside MLPs, exactly, or in their place.",
     "splinify": "Make the activation learnable, exactly.",
@@ -99,7 +99,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         code = surgery.main(arguments, prog_name="surgery", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except Told:
+    except ReportedElsewhere:
         return 1
     except (KeyboardInterrupt, click.Abort):
         return _report("interrupted", "run the same command again to go on", 130)
@@ -116,11 +116,17 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - the reader of the pipe is gone
         return 1
     except OSError as e:
-        hint = "free some space, then run the same command again" if e.errno == errno.ENOSPC else _DEBUG
+        hint = (
+            "free some space, then run the same command again"
+            if e.errno == errno.ENOSPC
+            else _DEBUG
+        )
         return _report(f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}", hint, 1)
     except Exception as e:
         return _report(
-            f"unexpected {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", f"this is a bug; {_DEBUG}", 1
+            f"unexpected {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
+            f"this is a bug; {_DEBUG}",
+            1,
         )
 
 
@@ -128,7 +134,9 @@ _DEBUG = "SURGERY_DEBUG=1 shows where"
 
 
 def _rank() -> int:
-    """The number of this process among those that torchrun or accelerate launch started together."""
+    """The number of this process among those that torchrun or accelerate launch started
+    together.
+    """
     return int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 0
 
 
@@ -137,12 +145,19 @@ def _report(message: str, hint: str, code: int) -> int:
         if code in (2, 130):  # which all of them see
             return code
         sys.stderr, message = sys.__stderr__, f"process {_rank()}: {message}"
-    if os.environ.get("SURGERY_DEBUG") == "1" and sys.exc_info()[0] not in (None, KeyboardInterrupt):
+    if os.environ.get("SURGERY_DEBUG") == "1" and sys.exc_info()[0] not in (
+        None,
+        KeyboardInterrupt,
+    ):
         import traceback
 
         traceback.print_exc()
-    message = " ".join(line.strip() for line in message.splitlines())  # click lists choices one a line
-    click.echo(click.style("error: ", fg="red", bold=True) + message if code != 130 else message, err=True)
+    message = " ".join(
+        line.strip() for line in message.splitlines()
+    )  # click lists choices one a line
+    click.echo(
+        click.style("error: ", fg="red", bold=True) + message if code != 130 else message, err=True
+    )
     if hint:
         click.echo(f"hint: {hint}", err=True)
     return code

@@ -13,34 +13,57 @@ if TYPE_CHECKING:
 
 @click.command("bench")
 @click.argument("model", default=".")
-@click.option("--tokens", default=2048, show_default=True, type=click.IntRange(min=1), help="Tokens of text to run.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads on a CPU. [default: torch's own number]")
-@click.option("--device", metavar="NAME", help="Where to compute: cuda, cpu. [default: the fastest there is]")
 @click.option(
-    "--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Compute in. [default: bf16 where that is fast]"
+    "--tokens",
+    default=2048,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Tokens of text to run.",
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="Threads on a CPU. [default: torch's own number]"
+)
+@click.option(
+    "--device", metavar="NAME", help="Where to compute: cuda, cpu. [default: the fastest there is]"
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp16", "fp32"]),
+    help="Compute in. [default: bf16 where that is fast]",
 )
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
-@click.option("--trust-remote-code", is_flag=True, help="Let code that comes with the checkpoint run.")
+@click.option(
+    "--trust-remote-code", is_flag=True, help="Let code that comes with the checkpoint run."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
-def bench_command(model: str, tokens: int, threads: int | None, device: str | None, dtype: str | None,
-                  revision: str | None, trust_remote_code: bool, as_json: bool, quiet: bool) -> None:  # fmt: skip
-    """Time the MLPs of MODEL as it decodes one sequence: dense, and with the zeros skipped by the code that travels with a
-    sparse checkpoint, at the sparsity that the model has on the built-in text. MODEL is such a checkpoint, or one with
-    ReLU.
+def bench_command(
+    model: str,
+    tokens: int,
+    threads: int | None,
+    device: str | None,
+    dtype: str | None,
+    revision: str | None,
+    trust_remote_code: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Time the MLPs of MODEL as it decodes one sequence: dense, and with the zeros skipped by the
+    code that travels with a sparse checkpoint, at the sparsity that the model has on the built-in
+    text. MODEL is such a checkpoint, or one with ReLU.
 
     \b
     Examples:
       surgery bench ./my-model-relu
       surgery bench ./my-model-relu --threads 8 --dtype fp32 --json
     """
-    from surgery import run
     from surgery.analysis.bench import bench
     from surgery.calibration.data import sample_ids
     from surgery.calibration.walk import choose_device, choose_dtype
-    from surgery.checkpoint import open_checkpoint
     from surgery.cli import screen
     from surgery.errors import UsageError
+    from surgery.storage import open_checkpoint
+    from surgery.workflow import run
 
     if quiet or as_json:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -52,8 +75,14 @@ def bench_command(model: str, tokens: int, threads: int | None, device: str | No
     run.require_trust(checkpoint, trust_remote_code)
     sample = sample_ids(checkpoint, tokens=tokens, sequence_length=min(tokens, 512))
     with screen.Bars(quiet=quiet or as_json).stage("timing", 0, "layer") as progress:
-        found = bench(checkpoint, sample, dtype=choose_dtype(dtype, computing), device=computing, threads=threads,
-                      progress=lambda done, total: progress(1))  # fmt: skip
+        found = bench(
+            checkpoint,
+            sample,
+            dtype=choose_dtype(dtype, computing),
+            device=computing,
+            threads=threads,
+            progress=progress,
+        )
     if as_json:
         screen.echo_json(found.as_dict())
     else:
@@ -78,13 +107,31 @@ def _show(found: Bench) -> None:
     ):
         table.add_column(column, justify="right" if i else "left", no_wrap=True)
     for layer in found.layers:
-        cells = [f"{layer.skipping:.3f}", f"{layer.dense / layer.skipping:.2f}x", f"{1 / layer.left:.2f}x",
-                 f"{layer.left:.0%}", f"{layer.error:.0e}"] if layer.skips else []  # fmt: skip
+        cells = (
+            [
+                f"{layer.skipping:.3f}",
+                f"{layer.dense / layer.skipping:.2f}x",
+                f"{1 / layer.left:.2f}x",
+                f"{layer.left:.0%}",
+                f"{layer.error:.0e}",
+            ]
+            if layer.skips
+            else []
+        )
         table.add_row(str(layer.index), f"{layer.sparsity:.1%}", f"{layer.dense:.3f}", *cells)
     table.add_section()
-    table.add_row("all", f"{found.sparsity:.1%}", f"{found.dense:.3f}", f"{found.skipping:.3f}", f"{found.speedup:.2f}x",
-                  f"{found.ideal:.2f}x", style="bold")  # fmt: skip
+    table.add_row(
+        "all",
+        f"{found.sparsity:.1%}",
+        f"{found.dense:.3f}",
+        f"{found.skipping:.3f}",
+        f"{found.speedup:.2f}x",
+        f"{found.ideal:.2f}x",
+        style="bold",
+    )
     screen.show(table)
-    screen.show("\nideal: if time were bytes read · error: of the MLP's output against dense, the largest of a token")
+    screen.show(
+        "\nideal: if time were bytes read · error: of the MLP's output against dense, the largest of a token"
+    )
     if not found.sample.text:
         screen.show("note: the tokens are random: the sparsity of real text is another one")

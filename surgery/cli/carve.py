@@ -26,12 +26,25 @@ ROUTERS = ("centroids", "trained", "analytic")
     metavar="E",
     help="Parts that each MLP is cut into, shared ones among them.",
 )
-@click.option("--active", metavar="A",
-              help="Parts that a token passes, shared ones among them, or a list, one number a layer. [default: three quarters]")  # fmt: skip
-@click.option("--allocation", type=click.Choice(["uniform", "greedy"]), default="uniform", show_default=True,
-              help="greedy: more active parts in layers where they matter most, A in the mean.")  # fmt: skip
 @click.option(
-    "--shared", "shared_parts", default=0, show_default=True, metavar="S", help="Parts that every token passes."
+    "--active",
+    metavar="A",
+    help="Parts that a token passes, shared ones among them, or a list, one number a layer. [default: three quarters]",
+)
+@click.option(
+    "--allocation",
+    type=click.Choice(["uniform", "greedy"]),
+    default="uniform",
+    show_default=True,
+    help="greedy: more active parts in layers where they matter most, A in the mean.",
+)
+@click.option(
+    "--shared",
+    "shared_parts",
+    default=0,
+    show_default=True,
+    metavar="S",
+    help="Parts that every token passes.",
 )
 @click.option(
     "--method",
@@ -47,26 +60,51 @@ ROUTERS = ("centroids", "trained", "analytic")
     show_default=True,
     help="What chooses among them, see below.",
 )
-@click.option("--repair", type=click.Choice(["none", "ridge"]), default="ridge", show_default=True,
-              help="none: the weights stay; ridge: refit down_proj.")  # fmt: skip
-@click.option("--bypass", metavar="RANK", default="0",
-              help="A linear map beside the MLP that the repair fits too: its rank, or full. Costs bytes; for few active parts.")  # fmt: skip
+@click.option(
+    "--repair",
+    type=click.Choice(["none", "ridge"]),
+    default="ridge",
+    show_default=True,
+    help="none: the weights stay; ridge: refit down_proj.",
+)
+@click.option(
+    "--bypass",
+    metavar="RANK",
+    default="0",
+    help="A linear map beside the MLP that the repair fits too: its rank, or full. Costs bytes; for few active parts.",
+)
 @click.option("--seed", default=0, show_default=True, help="Decides what is drawn at random.")
 @click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
 @click.option(
-    "--sweep", metavar="LIST", help="Write nothing; show the quality with these percentages active, like 25,50,75,100."
+    "--sweep",
+    metavar="LIST",
+    help="Write nothing; show the quality with these percentages active, like 25,50,75,100.",
 )
 @click.option(
-    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="With --sweep: draw it, as .png, .svg or .pdf."
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --sweep: draw it, as .png, .svg or .pdf.",
 )
 @calibrated
 @converting
-def carve_command(shared: Converting, calibration: dict[str, Any], sweep: str | None, plot: Path | None, layers: str | None,
-                  active: str | None, allocation: str, shared_parts: int, bypass: str, **options: Any) -> int:  # fmt: skip
-    """Cut each MLP of MODEL into experts, of which a token passes some: its own neurons in another order behind a new
-    router, and no training. With all parts active it is the same function, which is verified. --sweep shows what fewer cost,
-    beside a random split and a router that knows. A relufied model keeps its thresholds and its bypass. Without MODEL, the
-    checkpoint in this folder.
+def carve_command(
+    shared: Converting,
+    calibration: dict[str, Any],
+    sweep: str | None,
+    plot: Path | None,
+    layers: str | None,
+    active: str | None,
+    allocation: str,
+    shared_parts: int,
+    bypass: str,
+    **options: Any,
+) -> int:
+    """ExpertSplit each MLP of MODEL into experts, of which a token passes some: its own neurons in another
+    order behind a new router, and no training. With all parts active it is the same function, which
+    is verified. --sweep shows what fewer cost, beside a random split and a router that knows. A
+    relufied model keeps its thresholds and its bypass. Without MODEL, the checkpoint in this
+    folder.
 
     \b
     Methods:
@@ -89,23 +127,40 @@ def carve_command(shared: Converting, calibration: dict[str, Any], sweep: str | 
       surgery carve ./my-model --method cmoe --router analytic --shared 3 --repair none
     """
     from surgery.operations.carve import carve
-    from surgery.recipe import parse_layers
+    from surgery.workflow.recipe import parse_layers
 
     if allocation == "greedy" and "," in (active or ""):
-        raise UsageError("--allocation greedy finds how many parts each layer has active", "give --active one number")
+        raise UsageError(
+            "--allocation greedy finds how many parts each layer has active",
+            "give --active one number",
+        )
     if plot and not sweep:
         raise UsageError("--plot draws a sweep", "give --sweep 25,50,75,100 with it")
     options |= {"shared": shared_parts, "bypass": parse_rank(bypass)}
     chosen = parse_layers(layers)
     if sweep and (shared.out or shared.dry_run or active is not None):
-        raise UsageError("--sweep writes nothing, and --out, --dry-run and --active are of an output", "leave them out")
+        raise UsageError(
+            "--sweep writes nothing, and --out, --dry-run and --active are of an output",
+            "leave them out",
+        )
     if sweep:
-        _sweep(shared, calibration, _fractions(sweep), plot, chosen, options | {"allocation": allocation})
+        _sweep(
+            shared,
+            calibration,
+            _fractions(sweep),
+            plot,
+            chosen,
+            options | {"allocation": allocation},
+        )
         return 0
     number = _active(active)
 
     def operate(source: Checkpoint) -> Checkpoint:
-        each = _allocate(source, shared, number, chosen, calibration, options) if allocation == "greedy" else number
+        each = (
+            _allocate(source, shared, number, chosen, calibration, options)
+            if allocation == "greedy"
+            else number
+        )
         return carve(source, active=each, layers=chosen, calibration=calibration, **options)
 
     return execute(shared, operate)
@@ -122,17 +177,32 @@ def _active(text: str | None) -> int | list[int] | None:
     return numbers[0] if numbers and len(numbers) == 1 else numbers
 
 
-def _allocate(source: Checkpoint, shared: Converting, active: Any, layers: set[int] | None, calibration: dict[str, Any],
-              options: dict[str, Any]) -> list[int]:  # fmt: skip
-    from surgery.analysis.carving import allocate
+def _allocate(
+    source: Checkpoint,
+    shared: Converting,
+    active: Any,
+    layers: set[int] | None,
+    calibration: dict[str, Any],
+    options: dict[str, Any],
+) -> list[int]:
+    from surgery.analysis.carve_sweep import allocate
     from surgery.calibration.settings import Calibration
     from surgery.cli import screen
-    from surgery.operations.cut import usual
+    from surgery.fitting.expert_split import usual
 
     count = usual(options["experts"], options["shared"]) if active is None else active
     known = {name: options[name] for name in ("experts", "shared", "method", "seed")}
-    with screen.Bars(quiet=shared.quiet or shared.as_json).stage("allocating", 0, "layer") as progress:
-        return allocate(source, active=[count], layers=layers, calibration=Calibration.of(calibration), progress=progress, **known)[count]  # fmt: skip
+    with screen.Bars(quiet=shared.quiet or shared.as_json).stage(
+        "allocating", 0, "layer"
+    ) as progress:
+        return allocate(
+            source,
+            active=[count],
+            layers=layers,
+            calibration=Calibration.of(calibration),
+            progress=progress,
+            **known,
+        )[count]
 
 
 def _fractions(text: str) -> list[float]:
@@ -143,14 +213,20 @@ def _fractions(text: str) -> list[float]:
         raise UsageError(f"{text!r} are no percentages", "write them like 25,50,75,100") from None
 
 
-def _sweep(shared: Converting, calibration: dict[str, Any], fractions: list[float], plot: Path | None,
-           layers: set[int] | None, options: dict[str, Any]) -> None:  # fmt: skip
-    from surgery import run
-    from surgery.analysis.carving import sweep
+def _sweep(
+    shared: Converting,
+    calibration: dict[str, Any],
+    fractions: list[float],
+    plot: Path | None,
+    layers: set[int] | None,
+    options: dict[str, Any],
+) -> None:
+    from surgery.analysis.carve_sweep import sweep
     from surgery.calibration.settings import Calibration
-    from surgery.checkpoint import open_checkpoint
     from surgery.cli import screen
-    from surgery.report import carving as report
+    from surgery.report import carve_sweep as report
+    from surgery.storage import open_checkpoint
+    from surgery.workflow import run
 
     if plot:
         report.require_plot(plot)
@@ -160,8 +236,14 @@ def _sweep(shared: Converting, calibration: dict[str, Any], fractions: list[floa
     source = open_checkpoint(shared.model, revision=shared.revision, stream=shared.stream)
     run.require_trust(source, shared.trust_remote_code)
     with screen.Bars(quiet=silent).stage("carving", 0, "layer") as progress:
-        found = sweep(source, fractions=fractions, layers=layers, calibration=Calibration.of(calibration),
-                      progress=progress, **options)  # fmt: skip
+        found = sweep(
+            source,
+            fractions=fractions,
+            layers=layers,
+            calibration=Calibration.of(calibration),
+            progress=progress,
+            **options,
+        )
     if plot:
         report.plot(found, plot)
     if shared.as_json:

@@ -9,19 +9,24 @@ import click
 
 if TYPE_CHECKING:
     from surgery.cli.screen import Bars
-    from surgery.run import Result
+    from surgery.workflow.run import Result
 
 RECIPES = {"upcycled": "demo-upcycle", "relufied": "demo-relufy"}
 
 
 @click.command("demo")
 @click.option(
-    "--out", type=click.Path(path_type=Path), default="surgery-demo", show_default=True, help="Output folder."
+    "--out",
+    type=click.Path(path_type=Path),
+    default="surgery-demo",
+    show_default=True,
+    help="Output folder.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bars and no table.")
 def demo_command(out: Path, as_json: bool, quiet: bool) -> int:
-    """Upcycle and relufy the model that comes with the package, verify both, and print what happened. No network.
+    """Upcycle and relufy the model that comes with the package, verify both, and print what
+    happened. No network.
 
     \b
     Examples:
@@ -41,8 +46,8 @@ def demo_command(out: Path, as_json: bool, quiet: bool) -> int:
 
 
 def _convert(recipe: str, out: Path, bars: Bars) -> Result:
-    from surgery import run
-    from surgery.recipe import apply, load, open_source
+    from surgery.workflow import run
+    from surgery.workflow.recipe import apply, load, open_source
 
     chosen = load(recipe)
     source = open_source(chosen)
@@ -51,15 +56,19 @@ def _convert(recipe: str, out: Path, bars: Bars) -> Result:
 
 def _rows(results: dict[str, Result]) -> list[dict[str, Any]]:
     from surgery.analysis.weigh import weigh
-    from surgery.checkpoint import open_checkpoint
     from surgery.demo import MODEL
+    from surgery.storage import open_checkpoint
 
     rows = []
     for name, folder in {"source": MODEL, **{n: r.folder for n, r in results.items()}}.items():
         checkpoint = open_checkpoint(folder)
         weights = weigh(checkpoint, checkpoint.config)
         result = results.get(name)
-        checks = {r.check: r.value for r in result.verification.rows} if result and result.verification else {}
+        checks = (
+            {r.check: r.value for r in result.verification.rows}
+            if result and result.verification
+            else {}
+        )
         rows.append(
             {
                 "model": name,
@@ -67,14 +76,20 @@ def _rows(results: dict[str, Result]) -> list[dict[str, Any]]:
                 "parameters": weights.parameters(),
                 "active_parameters": weights.active(),
                 "activation": checkpoint.config["hidden_act"],
-                "perplexity": next((v for c, v in checks.items() if c.startswith("perplexity of the output")), None),
-                "max_logit_difference": next((v for c, v in checks.items() if c.startswith("logits max|Δ|")), None),
+                "perplexity": next(
+                    (v for c, v in checks.items() if c.startswith("perplexity of the output")), None
+                ),
+                "max_logit_difference": next(
+                    (v for c, v in checks.items() if c.startswith("logits max|Δ|")), None
+                ),
                 "passed": result.verification.passed if result and result.verification else True,
                 "folder": str(folder),
             }
         )
     if (relufied := results["relufied"].verification) is not None:
-        rows[0]["perplexity"] = next(r.value for r in relufied.rows if r.check.startswith("perplexity of the source"))
+        rows[0]["perplexity"] = next(
+            r.value for r in relufied.rows if r.check.startswith("perplexity of the source")
+        )
     return rows
 
 
@@ -84,14 +99,36 @@ def _show(rows: list[dict[str, Any]], out: Path) -> None:
     from surgery.cli import screen
 
     table = Table(title="The embedded model, upcycled and relufied", title_justify="left")
-    for column in ("", "architecture", "parameters", "active", "activation", "perplexity", "max |Δlogit|", "verified"):
+    for column in (
+        "",
+        "architecture",
+        "parameters",
+        "active",
+        "activation",
+        "perplexity",
+        "max |Δlogit|",
+        "verified",
+    ):
         table.add_column(
-            column, justify="right" if column in ("parameters", "active", "perplexity", "max |Δlogit|") else "left"
+            column,
+            justify="right"
+            if column in ("parameters", "active", "perplexity", "max |Δlogit|")
+            else "left",
         )
     for r in rows:
-        delta = "" if r["max_logit_difference"] is None else screen.number(r["max_logit_difference"])
-        table.add_row(r["model"], r["architecture"], f"{r['parameters']:,}", f"{r['active_parameters']:,}", r["activation"],
-                      screen.number(r["perplexity"]), delta, "" if r["model"] == "source" else "yes" if r["passed"] else "NO")  # fmt: skip
+        delta = (
+            "" if r["max_logit_difference"] is None else screen.number(r["max_logit_difference"])
+        )
+        table.add_row(
+            r["model"],
+            r["architecture"],
+            f"{r['parameters']:,}",
+            f"{r['active_parameters']:,}",
+            r["activation"],
+            screen.number(r["perplexity"]),
+            delta,
+            "" if r["model"] == "source" else "yes" if r["passed"] else "NO",
+        )
     screen.show(table)
     screen.show(
         "Upcycling kept the function: the fp32 logits are the same. Relufying changed it; the perplexity shows by how much.\n"

@@ -25,7 +25,14 @@ def families_command(as_json: bool) -> None:
     if as_json:
         return screen.echo_json(rows)
     table = Table(title=f"{len(rows)} families; every one can be inspected", title_justify="left")
-    for column in ("model_type", "MLP", "activation", "upcycle to", "relufy", "carve, memory, splinify"):
+    for column in (
+        "model_type",
+        "MLP",
+        "activation",
+        "upcycle to",
+        "relufy",
+        "carve, memory, splinify",
+    ):
         table.add_column(column)
     for r in rows:
         table.add_row(
@@ -54,8 +61,10 @@ def _rows() -> list[dict[str, Any]]:
             "model_type": f.model_type,
             "mlp": ("experts, " if f.is_moe else "") + ("gated" if f.gated else "plain"),
             "activation": f.activation,
-            "upcycle": [r.target for r in ROUTES if r.source == f.model_type] + ["surgery"] * blocks[f.model_type],
-            "relufy": ["stock"] * bool(f.activation_key) + ["with code"] * bool(f.mlp and blocks[f.model_type]),
+            "upcycle": [r.target for r in ROUTES if r.source == f.model_type]
+            + ["surgery"] * blocks[f.model_type],
+            "relufy": ["stock"] * bool(f.activation_key)
+            + ["with code"] * bool(f.mlp and blocks[f.model_type]),
             "blocks": blocks[f.model_type],
         }
         for f in known().values()

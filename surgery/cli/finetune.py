@@ -13,9 +13,10 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing.")
 def finetune_script_command(folder: Path, dry_run: bool, as_json: bool, quiet: bool) -> int:
-    """Write DIR/finetune again, in a checkpoint that surgery wrote: finetune.py, a script that trains what the conversion
-    changed and stands alone; fsdp2.yaml, zero3.yaml and axolotl.yaml; requirements.txt; smoke.txt, a little text to try
-    it on. Every conversion writes them; this replaces what was edited there.
+    """Write DIR/finetune again, in a checkpoint that surgery wrote: finetune.py, a script that
+    trains what the conversion changed and stands alone; fsdp2.yaml, zero3.yaml and axolotl.yaml;
+    requirements.txt; smoke.txt, a little text to try it on. Every conversion writes them; this
+    replaces what was edited there.
 
     \b
     Examples:
@@ -24,7 +25,7 @@ def finetune_script_command(folder: Path, dry_run: bool, as_json: bool, quiet: b
     """
     from surgery import finetune
     from surgery.cli import screen
-    from surgery.run import read_record
+    from surgery.workflow.run import read_record
 
     files = finetune.of_folder(folder, read_record(folder))
     if not dry_run:

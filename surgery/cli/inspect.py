@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
-@click.command("inspect", short_help="Weigh a model: parameters, FLOPs, bytes, milliseconds per token.")
+@click.command(
+    "inspect", short_help="Weigh a model: parameters, FLOPs, bytes, milliseconds per token."
+)
 @click.argument("model", default=".")
 @click.option(
     "--device",
@@ -23,9 +25,16 @@ WEIGHTS = ("*.safetensors", "*.bin")
     metavar="NAME|RATES",
     help="A device by name (h100, a100, mi300x, rtx4090, cpu, ...) or as 3.35TB/s,989TFLOP/s.",
 )
-@click.option("--batch", default=1, show_default=True, type=click.IntRange(min=1), help="Sequences decoded together.")
 @click.option(
-    "--dtype", help="Bytes per weight as if stored so: fp32, bf16, fp8, int4, mxfp4, ... [default: as stored]"
+    "--batch",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Sequences decoded together.",
+)
+@click.option(
+    "--dtype",
+    help="Bytes per weight as if stored so: fp32, bf16, fp8, int4, mxfp4, ... [default: as stored]",
 )
 @click.option(
     "--context",
@@ -53,10 +62,12 @@ def inspect_command(
     plot_file: Path | None,
     revision: str | None,
 ) -> None:
-    """Weigh MODEL without reading its weights: parameters and share of attention, MLPs, routers, norms and embeddings;
-    active parameters, FLOPs and bytes of one token; the time it takes at best; the batch where MLPs turn compute-bound.
+    """Weigh MODEL without reading its weights: parameters and share of attention, MLPs, routers,
+    norms and embeddings; active parameters, FLOPs and bytes of one token; the time it takes at
+    best; the batch where MLPs turn compute-bound.
 
-    MODEL is a folder, a .safetensors file, a Hub id (headers are fetched, never weights) or a config.json.
+    MODEL is a folder, a .safetensors file, a Hub id (headers are fetched, never weights) or a
+    config.json.
 
     \b
     Examples:
@@ -100,13 +111,13 @@ def _weigh(model: str, revision: str | None) -> tuple[Weights, str]:
             config_file.stem if config_file.stem != "config" else config_file.resolve().parent.name
         )
         return weigh(shapes_of(config), config), named
-    from surgery.checkpoint import open_checkpoint
+    from surgery.storage import open_checkpoint
 
     checkpoint = open_checkpoint(model, revision=revision)
     location = Path(checkpoint.source.location)
-    return weigh(checkpoint, checkpoint.config), location.resolve().name if location.exists() else str(
-        checkpoint.source.location
-    )
+    return weigh(
+        checkpoint, checkpoint.config
+    ), location.resolve().name if location.exists() else str(checkpoint.source.location)
 
 
 def _bare_config(path: Path) -> Path | None:
@@ -126,9 +137,15 @@ def _read(path: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError as error:
-        raise SurgeryError(f"{path} does not exist", "give a folder, a Hub id or a config.json") from error
+        raise SurgeryError(
+            f"{path} does not exist", "give a folder, a Hub id or a config.json"
+        ) from error
     except json.JSONDecodeError as error:
-        raise SurgeryError(f"{path} is not JSON: {error}", "give the model's config.json") from error
+        raise SurgeryError(
+            f"{path} is not JSON: {error}", "give the model's config.json"
+        ) from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise SurgeryError(f"{path} has no model_type", "give the config.json of a Hugging Face checkpoint")
+        raise SurgeryError(
+            f"{path} has no model_type", "give the config.json of a Hugging Face checkpoint"
+        )
     return check(config, str(path))

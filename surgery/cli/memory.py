@@ -17,17 +17,31 @@ from surgery.cli.options import Converting, calibrated, converting, execute
     help="Layers, like 8,16; auto: those whose MLPs are cheapest to replace. [default: three, beside]",
 )
 @click.option(
-    "--count", type=click.IntRange(min=1), default=1, show_default=True, help="How many layers --layers auto chooses."
+    "--count",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="How many layers --layers auto chooses.",
 )
-@click.option("--place", type=click.Choice(["beside", "replace"]), default="beside", show_default=True,
-              help="beside: the MLP stays, and zero is added to it; replace: it goes.")  # fmt: skip
+@click.option(
+    "--place",
+    type=click.Choice(["beside", "replace"]),
+    default="beside",
+    show_default=True,
+    help="beside: the MLP stays, and zero is added to it; replace: it goes.",
+)
 @click.option(
     "--init",
     type=click.Choice(["slots", "fit", "zero", "random"]),
     help="Of a memory in the MLP's place. [default: slots]",
 )
-@click.option("--kind", type=click.Choice(["pkm", "peer"]), default="pkm", show_default=True,
-              help="pkm: a slot is a value; peer: an MLP of one neuron.")  # fmt: skip
+@click.option(
+    "--kind",
+    type=click.Choice(["pkm", "peer"]),
+    default="pkm",
+    show_default=True,
+    help="pkm: a slot is a value; peer: an MLP of one neuron.",
+)
 @click.option(
     "--slots",
     metavar="N",
@@ -35,18 +49,39 @@ from surgery.cli.options import Converting, calibrated, converting, execute
 )
 @click.option("--heads", type=int, help="Lookups of a token. [default: 4 beside, 1 in place]")
 @click.option(
-    "--knn", type=int, help="Slots that a head reads. [default: 32 beside, 16 in place, neurons that --reads allows]"
+    "--knn",
+    type=int,
+    help="Slots that a head reads. [default: 32 beside, 16 in place, neurons that --reads allows]",
 )
-@click.option("--key-dim", type=int, help="Dimensions of a head's query. [default: 512 beside, 32 in place]")
+@click.option(
+    "--key-dim", type=int, help="Dimensions of a head's query. [default: 512 beside, 32 in place]"
+)
 @click.option("--value-dim", type=int, help="Dimensions of a value. [default: the hidden size]")
 @click.option(
-    "--own-tables/--shared", default=False, help="A table for each layer, or one for all. [default: shared beside]"
+    "--own-tables/--shared",
+    default=False,
+    help="A table for each layer, or one for all. [default: shared beside]",
 )
-@click.option("--sparse-gradients", is_flag=True, help="Gradients of the table for the rows alone that were read.")
-@click.option("--reads", type=float, default=0.5, show_default=True, metavar="FRACTION",
-              help="What a token reads in the MLP's place, of the MLP's bytes.")  # fmt: skip
-@click.option("--find", type=click.Choice(["always", "product-keys"]), default="always", show_default=True,
-              help="The neurons of --init slots: always the same, or those that a token's query finds.")  # fmt: skip
+@click.option(
+    "--sparse-gradients",
+    is_flag=True,
+    help="Gradients of the table for the rows alone that were read.",
+)
+@click.option(
+    "--reads",
+    type=float,
+    default=0.5,
+    show_default=True,
+    metavar="FRACTION",
+    help="What a token reads in the MLP's place, of the MLP's bytes.",
+)
+@click.option(
+    "--find",
+    type=click.Choice(["always", "product-keys"]),
+    default="always",
+    show_default=True,
+    help="The neurons of --init slots: always the same, or those that a token's query finds.",
+)
 @click.option(
     "--distill",
     type=click.IntRange(min=0),
@@ -57,11 +92,17 @@ from surgery.cli.options import Converting, calibrated, converting, execute
 @click.option("--seed", type=int, default=0, show_default=True, help="Of what is drawn.")
 @calibrated
 @converting
-def memory_command(shared: Converting, calibration: dict[str, Any], layers: str | None, slots: str | None,
-                   **options: Any) -> int:  # fmt: skip
-    """Give layers of MODEL a memory: a large table of which a token looks few values up, by product keys. Beside the MLP the
-    function of the model stays the same until the memory is trained. In the MLP's place it is fitted on calibration text, and the
-    verification shows what that costs. Without MODEL, the checkpoint in this folder.
+def memory_command(
+    shared: Converting,
+    calibration: dict[str, Any],
+    layers: str | None,
+    slots: str | None,
+    **options: Any,
+) -> int:
+    """Give layers of MODEL a memory: a large table of which a token looks few values up, by product
+    keys. Beside the MLP the function of the model stays the same until the memory is trained. In
+    the MLP's place it is fitted on calibration text, and the verification shows what that costs.
+    Without MODEL, the checkpoint in this folder.
 
     \b
     Inits in the MLP's place:
@@ -78,17 +119,23 @@ def memory_command(shared: Converting, calibration: dict[str, Any], layers: str 
       surgery memory ./my-model --place replace --layers 8 --find product-keys
     """
     from surgery.operations.memory import memory
-    from surgery.recipe import parse_layers
+    from surgery.workflow.recipe import parse_layers
 
     chosen = layers if layers == "auto" else parse_layers(layers)
     size = None if slots is None else parse_slots(slots)
-    return execute(shared, lambda checkpoint: memory(checkpoint, layers=chosen, slots=size, calibration=calibration,
-                                                     **options))  # fmt: skip
+    return execute(
+        shared,
+        lambda checkpoint: memory(
+            checkpoint, layers=chosen, slots=size, calibration=calibration, **options
+        ),
+    )
 
 
 def parse_slots(text: str) -> int:
     """1048576 of "1M", 4096 of "4k" or "4096". Raises click.UsageError for anything else."""
     match = re.fullmatch(r"(\d+)([kKmM]?)", text)
     if not match:
-        raise click.UsageError(f"--slots {text} is no number of slots: write it like 4096, 64k or 1M")
+        raise click.UsageError(
+            f"--slots {text} is no number of slots: write it like 4096, 64k or 1M"
+        )
     return int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]

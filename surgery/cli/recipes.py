@@ -12,11 +12,14 @@ from surgery.cli.options import Converting, execute, writing
 
 @click.command("run")
 @click.argument("name", metavar="RECIPE")
-@click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Change the recipe; repeat it.")
+@click.option(
+    "--set", "changes", multiple=True, metavar="KEY=VALUE", help="Change the recipe; repeat it."
+)
 @writing
 def run_command(options: dict[str, Any], name: str, changes: Sequence[str]) -> int:
-    """Do what RECIPE says: a YAML file, or a shipped recipe by its name (see `surgery recipes`). All of its operations are
-    one pass over the disk. Every output holds the recipe.yaml that makes it again.
+    """Do what RECIPE says: a YAML file, or a shipped recipe by its name (see `surgery recipes`).
+    All of its operations are one pass over the disk. Every output holds the recipe.yaml that makes
+    it again.
 
     --set operations.0.experts=4 changes the first operation; values are YAML.
 
@@ -27,15 +30,21 @@ def run_command(options: dict[str, Any], name: str, changes: Sequence[str]) -> i
       surgery run qwen3-moe --set operations.0.experts=16 --set max_shard_size=2GB
       surgery run OUTPUT/recipe.yaml --out again
     """
-    from surgery import recipe
+    from surgery.workflow import recipe
 
     chosen = recipe.load(name, changes)
     if chosen.push and not options["push"]:
         options |= {"push": chosen.push.repo, "private": chosen.push.private, "pr": chosen.push.pr}
     options["no_verify"] |= not chosen.verify
     size = None if chosen.max_shard_size is None else str(chosen.max_shard_size)
-    shared = Converting(model=recipe.location(chosen), revision=chosen.revision, dtype=None,
-                        max_shard_size=size, finetune=chosen.finetune, **options)  # fmt: skip
+    shared = Converting(
+        model=recipe.location(chosen),
+        revision=chosen.revision,
+        dtype=None,
+        max_shard_size=size,
+        finetune=chosen.finetune,
+        **options,
+    )
     return execute(shared, lambda checkpoint: recipe.apply(chosen, checkpoint))
 
 
@@ -55,8 +64,8 @@ def recipes_command(context: click.Context, as_json: bool) -> None:
         return
     from rich.table import Table
 
-    from surgery import recipe
     from surgery.cli import screen
+    from surgery.workflow import recipe
 
     if as_json:
         return screen.echo_json(recipe.shipped())
@@ -70,7 +79,7 @@ def recipes_command(context: click.Context, as_json: bool) -> None:
 @click.argument("name")
 def show(name: str) -> None:
     """Print the recipe NAME, to begin one's own with."""
-    from surgery import recipe
+    from surgery.workflow import recipe
 
     click.echo(recipe.read(name), nl=False)
 
@@ -78,7 +87,7 @@ def show(name: str) -> None:
 @recipes_command.command("schema")
 def print_schema() -> None:
     """Print the JSON schema of recipes, by which editors complete and check them."""
-    from surgery import recipe
     from surgery.cli import screen
+    from surgery.workflow import recipe
 
     screen.echo_json(recipe.json_schema())

@@ -16,33 +16,84 @@ NAMES = ("relu", "relu2", "shifted", "fatrelu", "drelu", "cats", "teal")
 
 
 @click.command("relufy")
-@click.option("--activation", type=click.Choice(NAMES), default="relu", show_default=True, help="See below.")
-@click.option("--sparsity", type=float, metavar="FRACTION",
-              help="Exact zeros that thresholds are chosen for. [default: 0.8 shifted and fatrelu, 0.65 cats, 0.7 teal]")  # fmt: skip
-@click.option("--threshold", type=float, metavar="T", help="One threshold for every layer, instead of --sparsity.")
-@click.option("--analysis", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-              help="Thresholds for --sparsity from what `surgery analyze --out DIR` saw; no walk where --repair is none.")  # fmt: skip
-@click.option("--per-neuron", is_flag=True, help="A threshold for each neuron, not one for each layer.")
-@click.option("--allocation", type=click.Choice(["uniform", "greedy"]), default="uniform", show_default=True,
-              help="greedy: more zeros in layers where they cost least, --sparsity on average.")  # fmt: skip
-@click.option("--stage", type=click.Choice(["1", "2"]), default="1", show_default=True,
-              help="2: a ReLU after the norms that attention and the MLP read, too.")  # fmt: skip
-@click.option("--repair", type=click.Choice(["none", "ridge", "reconstruct"]), default="ridge", show_default=True,
-              help="none: the weights stay; ridge: refit down_proj; reconstruct: optimise gate, up and down too.")  # fmt: skip
-@click.option("--bypass", metavar="RANK", default="0",
-              help="A linear map beside the MLP that the repair fits too: its rank, or full. Costs bytes, saves much; with code.")  # fmt: skip
+@click.option(
+    "--activation", type=click.Choice(NAMES), default="relu", show_default=True, help="See below."
+)
+@click.option(
+    "--sparsity",
+    type=float,
+    metavar="FRACTION",
+    help="Exact zeros that thresholds are chosen for. [default: 0.8 shifted and fatrelu, 0.65 cats, 0.7 teal]",
+)
+@click.option(
+    "--threshold",
+    type=float,
+    metavar="T",
+    help="One threshold for every layer, instead of --sparsity.",
+)
+@click.option(
+    "--analysis",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Thresholds for --sparsity from what `surgery analyze --out DIR` saw; no walk where --repair is none.",
+)
+@click.option(
+    "--per-neuron", is_flag=True, help="A threshold for each neuron, not one for each layer."
+)
+@click.option(
+    "--allocation",
+    type=click.Choice(["uniform", "greedy"]),
+    default="uniform",
+    show_default=True,
+    help="greedy: more zeros in layers where they cost least, --sparsity on average.",
+)
+@click.option(
+    "--stage",
+    type=click.Choice(["1", "2"]),
+    default="1",
+    show_default=True,
+    help="2: a ReLU after the norms that attention and the MLP read, too.",
+)
+@click.option(
+    "--repair",
+    type=click.Choice(["none", "ridge", "reconstruct"]),
+    default="ridge",
+    show_default=True,
+    help="none: the weights stay; ridge: refit down_proj; reconstruct: optimise gate, up and down too.",
+)
+@click.option(
+    "--bypass",
+    metavar="RANK",
+    default="0",
+    help="A linear map beside the MLP that the repair fits too: its rank, or full. Costs bytes, saves much; with code.",
+)
 @click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
 @click.option(
-    "--hardlink", is_flag=True, help="With --repair none: link to MODEL's weight files instead of copying them."
+    "--hardlink",
+    is_flag=True,
+    help="With --repair none: link to MODEL's weight files instead of copying them.",
 )
 @calibrated
 @converting
-def relufy_command(shared: Converting, calibration: dict[str, Any], activation: str, sparsity: float | None,
-                   threshold: float | None, analysis: Path | None, per_neuron: bool, allocation: str, stage: str, repair: str, bypass: str, layers: str | None,
-                   hardlink: bool) -> int:  # fmt: skip
-    """Give the MLPs of MODEL an activation that leaves most products at exactly zero, and repair them on calibration text,
-    one layer in memory at a time. The verification shows what that costs: perplexity on two domains of text, of the
-    source, of the swap without repair and of the result. Without MODEL, the checkpoint in this folder.
+def relufy_command(
+    shared: Converting,
+    calibration: dict[str, Any],
+    activation: str,
+    sparsity: float | None,
+    threshold: float | None,
+    analysis: Path | None,
+    per_neuron: bool,
+    allocation: str,
+    stage: str,
+    repair: str,
+    bypass: str,
+    layers: str | None,
+    hardlink: bool,
+) -> int:
+    """Give the MLPs of MODEL an activation that leaves most products at exactly zero, and repair
+    them on calibration text, one layer in memory at a time. The verification shows what that costs:
+    perplexity on two domains of text, of the source, of the swap without repair and of the result.
+    Without MODEL, the checkpoint in this folder.
 
     \b
     Activations:
@@ -67,11 +118,19 @@ def relufy_command(shared: Converting, calibration: dict[str, Any], activation: 
     from surgery.errors import UsageError
     from surgery.families import locate
     from surgery.operations.relufy import ACTIVATIONS, relufy
-    from surgery.recipe import parse_layers
+    from surgery.workflow.recipe import parse_layers
 
     chosen = parse_layers(layers)
-    options: dict[str, Any] = {"activation": activation, "stage": int(stage), "per_neuron": per_neuron, "allocation": allocation,
-                               "repair": repair, "bypass": parse_rank(bypass), "layers": chosen, "calibration": calibration}  # fmt: skip
+    options: dict[str, Any] = {
+        "activation": activation,
+        "stage": int(stage),
+        "per_neuron": per_neuron,
+        "allocation": allocation,
+        "repair": repair,
+        "bypass": parse_rank(bypass),
+        "layers": chosen,
+        "calibration": calibration,
+    }
 
     def operation(checkpoint: Checkpoint) -> Checkpoint:
         if analysis is None:
@@ -81,10 +140,15 @@ def relufy_command(shared: Converting, calibration: dict[str, Any], activation: 
                 "--analysis with --threshold, --per-neuron or --allocation",
                 "it gives one threshold to each layer: leave them out",
             )
-        from surgery.analysis import stored  # torch
+        from surgery.analysis import saved_thresholds  # torch
 
-        found = stored.thresholds(analysis, checkpoint, activation, sparsity or ACTIVATIONS[activation].sparsity or 0.0,
-                                  sorted(chosen or range(locate(checkpoint).count)))  # fmt: skip
+        found = saved_thresholds.thresholds(
+            analysis,
+            checkpoint,
+            activation,
+            sparsity or ACTIVATIONS[activation].sparsity or 0.0,
+            sorted(chosen or range(locate(checkpoint).count)),
+        )
         return relufy(checkpoint, **options, threshold=found)
 
     return execute(shared, operation, hardlink=hardlink)

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from surgery.checkpoint import Checkpoint
-from surgery.run import Result
+from surgery.workflow.run import Result
 
 
 class Bars:
@@ -27,8 +27,16 @@ class Bars:
         from tqdm import tqdm
 
         scaled = unit == "B"
-        with tqdm(total=total or None, desc=title, unit=unit, unit_scale=scaled, unit_divisor=1000, disable=self.quiet or None,
-                  leave=False, dynamic_ncols=True) as bar:  # fmt: skip
+        with tqdm(
+            total=total or None,
+            desc=title,
+            unit=unit,
+            unit_scale=scaled,
+            unit_divisor=1000,
+            disable=self.quiet or None,
+            leave=False,
+            dynamic_ncols=True,
+        ) as bar:
             yield lambda n: (bar.update(n), None)[1]
 
 
@@ -54,14 +62,35 @@ def show_plan(plan: dict[str, Any], source: Checkpoint, as_json: bool) -> None:
     """The plan of `--dry-run`."""
     if as_json:
         return echo_json(plan)
-    claim = "the same function, exactly" if plan["exact"] else "another function: perplexity is measured"
-    show(f"Would write {gigabytes(plan['bytes'])} to {plan['out']}")  # no title of the table: that is cut to its width
+    claim = (
+        "the same function, exactly"
+        if plan["exact"]
+        else "another function: perplexity is measured"
+    )
+    show(
+        f"Would write {gigabytes(plan['bytes'])} to {plan['out']}"
+    )  # no title of the table: that is cut to its width
     table = Table(box=None, show_header=False)
     for name, value in (
-        ("source", source.source.location + (f"@{source.source.revision[:12]}" if source.source.revision else "")),
+        (
+            "source",
+            source.source.location
+            + (f"@{source.source.revision[:12]}" if source.source.revision else ""),
+        ),
         ("becomes", f"{plan['model_type']}, {plan['parameters']:,} parameters ({claim})"),
-        ("shards", "\n".join(f"{s['name']}  {gigabytes(s['bytes'])}  {s['tensors']} tensors" for s in plan["shards"])),
-        ("other files", ", ".join(dict.fromkeys(n.partition("/")[0] for n in (*plan["files"], *plan["record"])))),
+        (
+            "shards",
+            "\n".join(
+                f"{s['name']}  {gigabytes(s['bytes'])}  {s['tensors']} tensors"
+                for s in plan["shards"]
+            ),
+        ),
+        (
+            "other files",
+            ", ".join(
+                dict.fromkeys(n.partition("/")[0] for n in (*plan["files"], *plan["record"]))
+            ),
+        ),
         ("downloads", _downloads(plan)),
         ("peak memory", f"about {gigabytes(plan['peak_memory'])}"),
         ("free space", gigabytes(plan["free_space"])),
@@ -85,7 +114,13 @@ def show_result(result: Result, *, quiet: bool) -> None:
     if quiet:
         return
     size = sum(s["bytes"] for s in result.record["shards"].values())
-    how = " (was there already)" if result.already else f" (resumed: {result.resumed} shards)" if result.resumed else ""
+    how = (
+        " (was there already)"
+        if result.already
+        else f" (resumed: {result.resumed} shards)"
+        if result.resumed
+        else ""
+    )
     show(f"wrote {gigabytes(size)} to {result.folder}{how}")
     show_notes(result.notes)
     if result.verification:
@@ -94,7 +129,10 @@ def show_result(result: Result, *, quiet: bool) -> None:
 
 def report_failure(folder: Path) -> None:
     click.echo(f"error: {folder} does not pass its verification", err=True)
-    click.echo(f"hint: {folder / 'surgery.json'} names what failed; the output stays for you to look at", err=True)
+    click.echo(
+        f"hint: {folder / 'surgery.json'} names what failed; the output stays for you to look at",
+        err=True,
+    )
 
 
 def show_notes(notes: list[str]) -> None:
@@ -106,7 +144,11 @@ def verification_table(verification: dict[str, Any]) -> Table:
     """The rows of a verification."""
     word = "passed" if verification["passed"] else "FAILED"
     sample = verification.get("sample") or {}
-    where = f" on {sample['sequences']} × {sample['length']} tokens, {sample['source']}" if sample else ""
+    where = (
+        f" on {sample['sequences']} × {sample['length']} tokens, {sample['source']}"
+        if sample
+        else ""
+    )
     table = Table(title=f"Verification {word}{where}", title_justify="left")
     for column in ("check", "value", "limit", ""):
         table.add_column(column, justify="left" if column == "check" else "right")

@@ -10,21 +10,44 @@ from surgery.cli.options import Converting, converting, execute
 
 
 @click.command("splinify")
-@click.option("--kind", type=click.Choice(["spline", "rational", "linear"]), default="spline", show_default=True,
-              help="spline: cubic B-splines; rational: a polynomial over another; linear: straight lines in the activation's place.")  # fmt: skip
-@click.option("--grid", type=int, metavar="CELLS", help="Cells of the grid.  [default: 32; 512 linear]")
-@click.option("--range", "reach", type=float, default=8.0, show_default=True, metavar="R",
-              help="The grid reaches from -R to R; outside, the activation stays as it is (linear: goes on straight).")  # fmt: skip
-@click.option("--groups", metavar="channel|layer|N",
-              help="Functions of a layer: one for each channel, one for all, or N.  [default: channel; layer linear]")  # fmt: skip
+@click.option(
+    "--kind",
+    type=click.Choice(["spline", "rational", "linear"]),
+    default="spline",
+    show_default=True,
+    help="spline: cubic B-splines; rational: a polynomial over another; linear: straight lines in the activation's place.",
+)
+@click.option(
+    "--grid", type=int, metavar="CELLS", help="Cells of the grid.  [default: 32; 512 linear]"
+)
+@click.option(
+    "--range",
+    "reach",
+    type=float,
+    default=8.0,
+    show_default=True,
+    metavar="R",
+    help="The grid reaches from -R to R; outside, the activation stays as it is (linear: goes on straight).",
+)
+@click.option(
+    "--groups",
+    metavar="channel|layer|N",
+    help="Functions of a layer: one for each channel, one for all, or N.  [default: channel; layer linear]",
+)
 @click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
 @converting
 def splinify_command(
-    shared: Converting, kind: str, grid: int | None, reach: float, groups: str | None, layers: str | None
+    shared: Converting,
+    kind: str,
+    grid: int | None,
+    reach: float,
+    groups: str | None,
+    layers: str | None,
 ) -> int:
-    """Make the activation of MODEL's MLPs learnable, as in a KAN: a spline (or rational function) of zeros beside it, for each
-    channel. The function of the model stays the same, bit for bit, and gains nothing until it is trained. Without MODEL, the
-    checkpoint in this folder. Straight lines (linear) are near the activation, not exactly it: the verification shows the perplexity.
+    """Make the activation of MODEL's MLPs learnable, as in a KAN: a spline (or rational function)
+    of zeros beside it, for each channel. The function of the model stays the same, bit for bit, and
+    gains nothing until it is trained. Without MODEL, the checkpoint in this folder. Straight lines
+    (linear) are near the activation, not exactly it: the verification shows the perplexity.
 
     \b
     Examples:
@@ -33,9 +56,14 @@ def splinify_command(
       surgery splinify ./my-model --kind rational --layers 8-15
       surgery splinify ./my-model --kind linear
     """
-    from surgery.operations.splines import splinify
-    from surgery.recipe import parse_layers
+    from surgery.operations.splinify import splinify
+    from surgery.workflow.recipe import parse_layers
 
-    options: dict[str, Any] = {"kind": kind, "grid": grid, "range": reach, "layers": parse_layers(layers)}
+    options: dict[str, Any] = {
+        "kind": kind,
+        "grid": grid,
+        "range": reach,
+        "layers": parse_layers(layers),
+    }
     options["groups"] = int(groups) if groups and groups.isdigit() else groups
     return execute(shared, lambda checkpoint: splinify(checkpoint, **options))

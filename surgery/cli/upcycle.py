@@ -12,35 +12,109 @@ from surgery.errors import UsageError
 
 
 @click.command("upcycle")
-@click.option("--experts", type=int, metavar="E", help="Routed experts. [default: those of 8 copies of the MLP]")
-@click.option("--top-k", type=int, metavar="K", help="Experts that each token passes. [default: those of 2 copies]")
-@click.option("--granularity", default=1, show_default=True, metavar="G", help="Cut each copy in G experts.")
-@click.option("--shared", "shared_parts", type=int, metavar="S",
-              help="Parts of the MLP that every token passes. [default: the target's]")  # fmt: skip
+@click.option(
+    "--experts",
+    type=int,
+    metavar="E",
+    help="Routed experts. [default: those of 8 copies of the MLP]",
+)
+@click.option(
+    "--top-k",
+    type=int,
+    metavar="K",
+    help="Experts that each token passes. [default: those of 2 copies]",
+)
+@click.option(
+    "--granularity",
+    default=1,
+    show_default=True,
+    metavar="G",
+    help="ExpertSplit each copy in G experts.",
+)
+@click.option(
+    "--shared",
+    "shared_parts",
+    type=int,
+    metavar="S",
+    help="Parts of the MLP that every token passes. [default: the target's]",
+)
 @click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
 @click.option("--dense-first", default=0, metavar="N", help="Keep the first N layers dense.")
-@click.option("--target", default="auto", show_default=True,
-              help="MoE architecture, see `surgery families`; surgery: a block that travels with its code.")  # fmt: skip
-@click.option("--drop", default=0.0, metavar="PART", help="Draw this part of each expert's neurons anew, like 0.5.")
-@click.option("--noise", default=0.0, metavar="STD", help="Add noise of this standard deviation to the experts.")
-@click.option("--expert", "models", multiple=True, metavar="MODEL", help="Take experts from this model; repeat it.")
-@click.option("--attention", default="base", show_default=True, type=click.Choice(["base", "average"]),
-              help="With --expert: take all else from MODEL, or the mean of the experts' models.")  # fmt: skip
-@click.option("--router", default="normal", show_default=True, type=click.Choice(["normal", "zero", "centroids", "class-means"]),
-              help="How routers begin, see below.")  # fmt: skip
-@click.option("--router-std", default=0.02, show_default=True, help="Standard deviation of a normal router's weights.")
-@click.option("--expert-text", "texts", multiple=True, metavar="FILE",
-              help="With class-means: text of the expert in the same place; repeat it.")  # fmt: skip
-@click.option("--seed", default=0, show_default=True, help="Decides every random value, with the tensor's name.")
+@click.option(
+    "--target",
+    default="auto",
+    show_default=True,
+    help="MoE architecture, see `surgery families`; surgery: a block that travels with its code.",
+)
+@click.option(
+    "--drop",
+    default=0.0,
+    metavar="PART",
+    help="Draw this part of each expert's neurons anew, like 0.5.",
+)
+@click.option(
+    "--noise",
+    default=0.0,
+    metavar="STD",
+    help="Add noise of this standard deviation to the experts.",
+)
+@click.option(
+    "--expert",
+    "models",
+    multiple=True,
+    metavar="MODEL",
+    help="Take experts from this model; repeat it.",
+)
+@click.option(
+    "--attention",
+    default="base",
+    show_default=True,
+    type=click.Choice(["base", "average"]),
+    help="With --expert: take all else from MODEL, or the mean of the experts' models.",
+)
+@click.option(
+    "--router",
+    default="normal",
+    show_default=True,
+    type=click.Choice(["normal", "zero", "centroids", "class-means"]),
+    help="How routers begin, see below.",
+)
+@click.option(
+    "--router-std",
+    default=0.02,
+    show_default=True,
+    help="Standard deviation of a normal router's weights.",
+)
+@click.option(
+    "--expert-text",
+    "texts",
+    multiple=True,
+    metavar="FILE",
+    help="With class-means: text of the expert in the same place; repeat it.",
+)
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    help="Decides every random value, with the tensor's name.",
+)
 @calibrated
 @converting
-def upcycle_command(shared: Converting, calibration: dict[str, Any], layers: str | None, models: Sequence[str],
-                    texts: Sequence[str], shared_parts: int | None, **options: Any) -> int:  # fmt: skip
-    """Turn each MLP of MODEL into a mixture of experts behind a new router, in a native architecture (Llama and Mistral into
-    Mixtral, Qwen3 into Qwen3-MoE, …), or with --target surgery in code that goes along with the checkpoint, which is what
-    auto falls back to (Gemma 2 and 3, GPT-2, Falcon, …). Copies compute exactly what MODEL does, cut finer or not;
-    --drop, --noise and --expert make the experts differ, and the model another one. Without MODEL, the checkpoint in this
-    folder.
+def upcycle_command(
+    shared: Converting,
+    calibration: dict[str, Any],
+    layers: str | None,
+    models: Sequence[str],
+    texts: Sequence[str],
+    shared_parts: int | None,
+    **options: Any,
+) -> int:
+    """Turn each MLP of MODEL into a mixture of experts behind a new router, in a native
+    architecture (Llama and Mistral into Mixtral, Qwen3 into Qwen3-MoE, …), or with --target surgery
+    in code that goes along with the checkpoint, which is what auto falls back to (Gemma 2 and 3,
+    GPT-2, Falcon, …). Copies compute exactly what MODEL does, cut finer or not; --drop, --noise and
+    --expert make the experts differ, and the model another one. Without MODEL, the checkpoint in
+    this folder.
 
     \b
     Routers:
@@ -59,16 +133,31 @@ def upcycle_command(shared: Converting, calibration: dict[str, Any], layers: str
       surgery upcycle ./base --expert ./a --expert ./b --router class-means --expert-text a.txt --expert-text b.txt
       surgery upcycle google/gemma-3-270m --experts 4 --dry-run
     """
-    from surgery.checkpoint import open_checkpoint
     from surgery.operations.upcycle import upcycle
-    from surgery.recipe import parse_layers
+    from surgery.storage import open_checkpoint
+    from surgery.workflow.recipe import parse_layers
 
     for name in models:
         if name.isdigit():
-            raise UsageError(f"--expert {name} would be a model", "see `surgery upcycle --help`: --experts counts")
+            raise UsageError(
+                f"--expert {name} would be a model",
+                "see `surgery upcycle --help`: --experts counts",
+            )
     if calibration and options["router"] not in ("centroids", "class-means"):
-        raise UsageError(f"text for a router that begins {options['router']}", "give --router centroids")
+        raise UsageError(
+            f"text for a router that begins {options['router']}", "give --router centroids"
+        )
     chosen = parse_layers(layers)
     experts = [open_checkpoint(m) for m in models]
-    return execute(shared, lambda c: upcycle(c, layers=chosen, shared=shared_parts, expert_models=experts, expert_texts=texts,
-                                             calibration=calibration, **options))  # fmt: skip
+    return execute(
+        shared,
+        lambda c: upcycle(
+            c,
+            layers=chosen,
+            shared=shared_parts,
+            expert_models=experts,
+            expert_texts=texts,
+            calibration=calibration,
+            **options,
+        ),
+    )

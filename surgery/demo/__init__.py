@@ -1,4 +1,6 @@
-"""The embedded demo model and its held-out text, which is also the default data of every command that needs text."""
+"""The embedded demo model and its held-out text, which is also the default data of every command
+that needs text.
+"""
 
 from pathlib import Path
 

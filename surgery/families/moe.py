@@ -1,4 +1,6 @@
-"""Mixture-of-experts families. Names are those on disk, one tensor per expert where the family has both layouts."""
+"""Mixture-of-experts families. Names are those on disk, one tensor per expert where the family has
+both layouts.
+"""
 
 from typing import Any
 
@@ -9,32 +11,107 @@ _BLOCK: dict[str, Any] = {"mlp": "block_sparse_moe", "experts_key": "num_local_e
 MOE: dict[str, Family] = {
     f.model_type: f
     for f in (
-        Family(model_type="mixtral", experts="block_sparse_moe.experts", router="block_sparse_moe.gate",
-               gate="w1", up="w3", down="w2", **_BLOCK),
-        Family(model_type="qwen2_moe", experts="mlp.experts", router="mlp.gate", shared="mlp.shared_expert"),
+        Family(
+            model_type="mixtral",
+            experts="block_sparse_moe.experts",
+            router="block_sparse_moe.gate",
+            gate="w1",
+            up="w3",
+            down="w2",
+            **_BLOCK,
+        ),
+        Family(
+            model_type="qwen2_moe",
+            experts="mlp.experts",
+            router="mlp.gate",
+            shared="mlp.shared_expert",
+        ),
         Family(model_type="qwen3_moe", experts="mlp.experts", router="mlp.gate"),
         Family(model_type="flex_olmo", experts="mlp.experts", router="mlp.gate"),
-        Family(model_type="granitemoe", experts="block_sparse_moe.input_linear", router="block_sparse_moe.router.layer",
-               **_BLOCK),
-        Family(model_type="granitemoeshared", experts="block_sparse_moe.input_linear",
-               router="block_sparse_moe.router.layer", shared="shared_mlp", **_BLOCK),
-        Family(model_type="deepseek_v3", experts="mlp.experts", router="mlp.gate", shared="mlp.shared_experts",
-               experts_key="n_routed_experts"),
-        Family(model_type="glm4_moe", experts="mlp.experts", router="mlp.gate", shared="mlp.shared_experts",
-               experts_key="n_routed_experts"),
-        Family(model_type="dots1", experts="mlp.experts", router="mlp.gate", shared="mlp.shared_experts",
-               experts_key="n_routed_experts"),
-        Family(model_type="ernie4_5_moe", experts="mlp.experts", router="mlp.gate", shared="mlp.shared_experts",
-               experts_key="moe_num_experts", top_k_key="moe_k"),
-        Family(model_type="hunyuan_v1_moe", experts="mlp.experts", router="mlp.gate.wg", shared="mlp.shared_mlp",
-               top_k_key="moe_topk"),
-        Family(model_type="llama4", mlp="feed_forward", experts="feed_forward.experts", router="feed_forward.router",
-               shared="feed_forward.shared_expert", experts_key="num_local_experts"),
-        Family(model_type="llama4_text", mlp="feed_forward", experts="feed_forward.experts",
-               router="feed_forward.router", shared="feed_forward.shared_expert", experts_key="num_local_experts"),
-        Family(model_type="gpt_oss", activation_key="", experts="mlp.experts", router="mlp.router", experts_key="num_local_experts"),
-        Family(model_type="nemotron_h", mlp="mixer", gate=None, up="mixer.up_proj", down="mixer.down_proj",
-               experts="mixer.experts", router="mixer.gate", shared="mixer.shared_experts", activation="relu2",
-               activation_key="mlp_hidden_act", experts_key="n_routed_experts"),
+        Family(
+            model_type="granitemoe",
+            experts="block_sparse_moe.input_linear",
+            router="block_sparse_moe.router.layer",
+            **_BLOCK,
+        ),
+        Family(
+            model_type="granitemoeshared",
+            experts="block_sparse_moe.input_linear",
+            router="block_sparse_moe.router.layer",
+            shared="shared_mlp",
+            **_BLOCK,
+        ),
+        Family(
+            model_type="deepseek_v3",
+            experts="mlp.experts",
+            router="mlp.gate",
+            shared="mlp.shared_experts",
+            experts_key="n_routed_experts",
+        ),
+        Family(
+            model_type="glm4_moe",
+            experts="mlp.experts",
+            router="mlp.gate",
+            shared="mlp.shared_experts",
+            experts_key="n_routed_experts",
+        ),
+        Family(
+            model_type="dots1",
+            experts="mlp.experts",
+            router="mlp.gate",
+            shared="mlp.shared_experts",
+            experts_key="n_routed_experts",
+        ),
+        Family(
+            model_type="ernie4_5_moe",
+            experts="mlp.experts",
+            router="mlp.gate",
+            shared="mlp.shared_experts",
+            experts_key="moe_num_experts",
+            top_k_key="moe_k",
+        ),
+        Family(
+            model_type="hunyuan_v1_moe",
+            experts="mlp.experts",
+            router="mlp.gate.wg",
+            shared="mlp.shared_mlp",
+            top_k_key="moe_topk",
+        ),
+        Family(
+            model_type="llama4",
+            mlp="feed_forward",
+            experts="feed_forward.experts",
+            router="feed_forward.router",
+            shared="feed_forward.shared_expert",
+            experts_key="num_local_experts",
+        ),
+        Family(
+            model_type="llama4_text",
+            mlp="feed_forward",
+            experts="feed_forward.experts",
+            router="feed_forward.router",
+            shared="feed_forward.shared_expert",
+            experts_key="num_local_experts",
+        ),
+        Family(
+            model_type="gpt_oss",
+            activation_key="",
+            experts="mlp.experts",
+            router="mlp.router",
+            experts_key="num_local_experts",
+        ),
+        Family(
+            model_type="nemotron_h",
+            mlp="mixer",
+            gate=None,
+            up="mixer.up_proj",
+            down="mixer.down_proj",
+            experts="mixer.experts",
+            router="mixer.gate",
+            shared="mixer.shared_experts",
+            activation="relu2",
+            activation_key="mlp_hidden_act",
+            experts_key="n_routed_experts",
+        ),
     )
-}  # fmt: skip
+}

@@ -1,8 +1,9 @@
 """What a tensor is for, by its name: tables of patterns, first match wins.
 
-The row of the family, where there is one, comes before the generic rules, so that a `model_type` that is in no table is
-still understood as far as its names are usual ones. Both layouts of experts are covered: one tensor per expert
-(`experts.3.up_proj.weight`) and fused ones (`experts.gate_up_proj`).
+The row of the family, where there is one, comes before the generic rules, so that a `model_type`
+that is in no table is still understood as far as its names are usual ones. Both layouts of experts
+are covered: one tensor per expert (`experts.3.up_proj.weight`) and fused ones
+(`experts.gate_up_proj`).
 """
 
 from __future__ import annotations
@@ -13,16 +14,30 @@ from functools import cache
 
 from surgery.families.family import Family
 
-# In the order of a report. `towers` are what decoding text never runs: other modalities, multi-token prediction.
+# In the order of a report. `towers` are what decoding text never runs: other modalities,
+# multi-token prediction.
 ROLES = (
-    "embedding", "head", "attention", "mixer", "mlp", "shared_experts", "routed_experts", "router", "norms", "other",
+    "embedding",
+    "head",
+    "attention",
+    "mixer",
+    "mlp",
+    "shared_experts",
+    "routed_experts",
+    "router",
+    "norms",
+    "other",
     "towers",
-)  # fmt: skip
+)
 MLP_ROLES = ("mlp", "shared_experts", "routed_experts")
 IDLE_ROLES = ("embedding", "towers")  # never multiplied: an embedding is a lookup of one row
 
-LAYER = re.compile(r"^(?P<prefix>(?:[^.]+\.)*?(?:layers?|h|blocks?))\.(?P<index>\d+)\.(?P<path>.+)$")
-TOWERS = re.compile(r"(^|[._])(vision|visual|audio|speech|multi_modal|mm_projector|image_newline|mtp)([._]|$)")
+LAYER = re.compile(
+    r"^(?P<prefix>(?:[^.]+\.)*?(?:layers?|h|blocks?))\.(?P<index>\d+)\.(?P<path>.+)$"
+)
+TOWERS = re.compile(
+    r"(^|[._])(vision|visual|audio|speech|multi_modal|mm_projector|image_newline|mtp)([._]|$)"
+)
 EXPERT = re.compile(r"experts\.(\d+)\.")
 # The table of token embeddings, which is also the head where the checkpoint has no other.
 TOKENS = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|embeddings)\.weight$")
@@ -38,7 +53,10 @@ IN_LAYER: tuple[tuple[str, str], ...] = (
     (r"(^|\.)(router|gate|wg|shared_expert_gate|moe_statics)(\.|$)", "router"),
     (r"(^|\.)experts[._]|(^|\.)(block_sparse_moe|mlp)\.(input|output)_linear\.", "routed_experts"),
     (r"(^|\.)mixer\.(gate|up|down)_proj\.", "mlp"),
-    (r"(^|\.)(mlp|feed_forward|ffn|ff|DenseReluDense|fc1|fc2|gate_proj|up_proj|down_proj)\.", "mlp"),
+    (
+        r"(^|\.)(mlp|feed_forward|ffn|ff|DenseReluDense|fc1|fc2|gate_proj|up_proj|down_proj)\.",
+        "mlp",
+    ),
     (r"(^|\.)(intermediate|output)\.dense\.", "mlp"),
     (r"(^|\.)(mixer|conv|temporal_block)\.", "mixer"),
 )
@@ -46,12 +64,17 @@ OUTSIDE: tuple[tuple[str, str], ...] = (
     (_NORM, "norms"),
     (r"(^|\.)(norm\w*|ln_f)\.", "norms"),
     (r"(^|\.)(lm_head|embed_out|output)\.", "head"),
-    (r"(^|\.)(\w*embed\w*|wte|wpe|memory_values_\d+)(\.|$)", "embedding"),  # tables of which a token reads few rows
+    (
+        r"(^|\.)(\w*embed\w*|wte|wpe|memory_values_\d+)(\.|$)",
+        "embedding",
+    ),  # tables of which a token reads few rows
 )
 
 
 def classifier(family: Family | None) -> Callable[[str, bool], str]:
-    """A function of a path and of whether it is inside a decoder layer, which returns one of ROLES."""
+    """A function of a path and of whether it is inside a decoder layer, which returns one of
+    ROLES.
+    """
     inside = _compile((*_own_rules(family), *IN_LAYER) if family else IN_LAYER)
     outside = _compile(OUTSIDE)
 
@@ -65,8 +88,14 @@ def classifier(family: Family | None) -> Callable[[str, bool], str]:
 
 def _own_rules(family: Family) -> Iterator[tuple[str, str]]:
     """The paths that the family's row names."""
-    paths = ((family.shared, "shared_experts"), (family.router, "router"), (family.experts, "routed_experts"),
-             (family.gate, "mlp"), (family.up, "mlp"), (family.down, "mlp"))  # fmt: skip
+    paths = (
+        (family.shared, "shared_experts"),
+        (family.router, "router"),
+        (family.experts, "routed_experts"),
+        (family.gate, "mlp"),
+        (family.up, "mlp"),
+        (family.down, "mlp"),
+    )
     for path, role in paths:
         if path:
             yield rf"^{re.escape(path)}(\.|$)", role

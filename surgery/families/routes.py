@@ -1,4 +1,6 @@
-"""Which dense family goes into which mixture of experts exactly, and what must change outside its MLPs."""
+"""Which dense family goes into which mixture of experts exactly, and what must change outside its
+MLPs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """A source family into a target. `requires`: config values without which the target is not the same function."""
+    """A source family into a target. `requires`: config values without which the target is not the
+    same function.
+    """
 
     source: str
     target: str
@@ -31,7 +35,7 @@ def head_dim(config: Config) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-# --- tensors ----------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 def _split_qkv(tensors: Tensors, config: Config) -> Tensors:
@@ -50,8 +54,9 @@ def _split_qkv(tensors: Tensors, config: Config) -> Tensors:
 
 
 def _fold_gemma(tensors: Tensors, config: Config) -> Tensors:
-    """Gemma scales by 1 + w in its norms and its embeddings by √H. Folded in, both are kept in fp32: rounding them to
-    bf16 would change the function. The head keeps the plain embedding, so it is no longer tied."""
+    """Gemma scales by 1 + w in its norms and its embeddings by √H. Folded in, both are kept in
+    fp32: rounding them to bf16 would change the function. The head keeps the plain embedding, so it
+    is no longer tied."""
     embed, scale = "model.embed_tokens.weight", float(config["hidden_size"]) ** 0.5
     out = {
         name: t.map("1 + w", lambda w: 1.0 + w, "F32") if name.endswith("norm.weight") else t
@@ -63,14 +68,18 @@ def _fold_gemma(tensors: Tensors, config: Config) -> Tensors:
 
 
 def _interleave_rotary(tensors: Tensors, config: Config) -> Tensors:
-    """Llama 4 rotates neighbours of a head where the others rotate its halves: rows i and i + d/2 go side by side."""
+    """Llama 4 rotates neighbours of a head where the others rotate its halves: rows i and i + d/2
+    go side by side.
+    """
     half = head_dim(config) // 2
 
     def interleave(t: torch.Tensor) -> torch.Tensor:
         return t.unflatten(0, (-1, 2, half)).transpose(1, 2).reshape(t.shape)
 
     return {
-        name: derive(f"halves of {2 * half} rows in turn", interleave, t, dtype=t.dtype, shape=t.shape)
+        name: derive(
+            f"halves of {2 * half} rows in turn", interleave, t, dtype=t.dtype, shape=t.shape
+        )
         if name.split(".")[-2] in ("q_proj", "k_proj")
         else t
         for name, t in tensors.items()
@@ -78,23 +87,27 @@ def _interleave_rotary(tensors: Tensors, config: Config) -> Tensors:
 
 
 def _quiet_sinks(tensors: Tensors, config: Config) -> Tensors:
-    """GPT-OSS has a sink in each head and biases: sinks that take nothing (exp(-1e4) is 0), biases of zero where the
-    source has none."""
+    """GPT-OSS has a sink in each head and biases: sinks that take nothing (exp(-1e4) is 0), biases
+    of zero where the source has none."""
     out = dict(tensors)
     for name, t in tensors.items():
         start, _, part = name.rpartition("self_attn.")
         if part.endswith("_proj.weight"):
             out.setdefault(name.replace(".weight", ".bias"), constant(0.0, t.shape[:1], t.dtype))
         if part == "q_proj.weight":
-            out[f"{start}self_attn.sinks"] = constant(-1e4, (config["num_attention_heads"],), t.dtype)
+            out[f"{start}self_attn.sinks"] = constant(
+                -1e4, (config["num_attention_heads"],), t.dtype
+            )
     return out
 
 
-# --- config -----------------------------------------------------------------------------------------------------------
+# --- config ---------------------------------------------------------------------------------------
 
 
 def _gemma_activation(config: Config) -> str:
-    """Gemma's first files say "gelu", and its class takes the approximation by tanh that they mean."""
+    """Gemma's first files say "gelu", and its class takes the approximation by tanh that they
+    mean.
+    """
     return "gelu_pytorch_tanh" if config["hidden_act"] == "gelu" else str(config["hidden_act"])
 
 
@@ -104,16 +117,23 @@ def _rotary_part(config: Config) -> float:
 
 def _rope_with_part(config: Config) -> dict[str, Any]:
     """GLM-4 turns half of a head's dimensions unless it is told how many."""
-    rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    rope = config.get("rope_parameters") or {
+        "rope_type": "default",
+        "rope_theta": config["rope_theta"],
+    }
     return {**rope, "partial_rotary_factor": _rotary_part(config)}
 
 
 def _windows(config: Config) -> list[str]:
-    """The attention of each layer of a Qwen: the upper ones slide, where windows are used at all."""
+    """The attention of each layer of a Qwen: the upper ones slide, where windows are used at
+    all.
+    """
     count, full = config["num_hidden_layers"], _full_layers(config)
     if not _window(config):
         return ["full_attention"] * count
-    kinds = config.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * max(0, count - full)
+    kinds = config.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * max(
+        0, count - full
+    )
     return list(kinds[:count])
 
 
@@ -128,12 +148,16 @@ def _window(config: Config) -> int | None:
 def _some_window(config: Config) -> int:
     """A number, though no layer may use it."""
     on = config.get("use_sliding_window", True)
-    return int((config.get("sliding_window", 4096) if on else None) or config["max_position_embeddings"])
+    return int(
+        (config.get("sliding_window", 4096) if on else None) or config["max_position_embeddings"]
+    )
 
 
 def _same_window(config: Config) -> list[str]:
     """The attention of each layer of a Mistral."""
-    return ["sliding_attention" if config["sliding_window"] else "full_attention"] * config["num_hidden_layers"]
+    return ["sliding_attention" if config["sliding_window"] else "full_attention"] * config[
+        "num_hidden_layers"
+    ]
 
 
 def _rope_layers(config: Config) -> list[int]:
@@ -147,7 +171,7 @@ def _all_full(config: Config) -> list[str]:
     return ["full_attention"] * config["num_hidden_layers"]
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 _NO_MLP_BIAS = {"mlp_bias": (False,)}
 _NO_BIAS = _NO_MLP_BIAS | {"attention_bias": (False,)}
@@ -159,47 +183,121 @@ _SILU = {"hidden_act": ("silu",)}
 _ONE_WAY = {"attention_bias": (False,), "use_bidirectional_attention": (None, False)}
 _UNSCALED = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0}
 _FOLDED_GEMMA = {"tie_word_embeddings": False, "hidden_act": _gemma_activation}
-_GLM = {"use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": _rotary_part,
-        "rope_parameters": _rope_with_part}  # fmt: skip
-# The class makes a sliding mask for no layer too, and takes yarn where nothing is said (transformers 4: of rope_scaling).
-_SINKS = {"attention_bias": True, "sliding_window": lambda c: c["max_position_embeddings"],
-          "rope_scaling": lambda c: c.get("rope_scaling")}  # fmt: skip
-_NO_TUNING = {"use_qk_norm": False, "attn_temperature_tuning": False, "no_rope_layers": _rope_layers, "layer_types": _all_full,
-              "attention_chunk_size": lambda c: c["max_position_embeddings"], "attention_bias": False}  # fmt: skip
+_GLM = {
+    "use_qk_norm": False,
+    "attention_bias": False,
+    "partial_rotary_factor": _rotary_part,
+    "rope_parameters": _rope_with_part,
+}
+# The class makes a sliding mask for no layer too, and takes yarn where nothing is said
+# (transformers 4: of rope_scaling).
+_SINKS = {
+    "attention_bias": True,
+    "sliding_window": lambda c: c["max_position_embeddings"],
+    "rope_scaling": lambda c: c.get("rope_scaling"),
+}
+_NO_TUNING = {
+    "use_qk_norm": False,
+    "attn_temperature_tuning": False,
+    "no_rope_layers": _rope_layers,
+    "layer_types": _all_full,
+    "attention_chunk_size": lambda c: c["max_position_embeddings"],
+    "attention_bias": False,
+}
 
-# The first route of a source whose requirements hold and whose target can have the shape is what `--target auto` takes.
+# The first route of a source whose requirements hold and whose target can have the shape is what
+# `--target auto` takes.
 ROUTES: tuple[Route, ...] = (
     Route(source="llama", target="mixtral", requires=_NO_BIAS, config={"sliding_window": None}),
-    Route(source="llama", target="granitemoe", requires=_NO_MLP_BIAS | _USUAL_HEADS,
-          config=_UNSCALED | {"attention_multiplier": lambda c: head_dim(c) ** -0.5}),
+    Route(
+        source="llama",
+        target="granitemoe",
+        requires=_NO_MLP_BIAS | _USUAL_HEADS,
+        config=_UNSCALED | {"attention_multiplier": lambda c: head_dim(c) ** -0.5},
+    ),
     Route(source="llama", target="glm4_moe", requires=_NO_BIAS, config=_GLM),
-    Route(source="llama", target="gpt_oss", requires=_NO_MLP_BIAS | _SILU, rewrite=_quiet_sinks, auto=False,
-          config=_SINKS | {"layer_types": _all_full}),
+    Route(
+        source="llama",
+        target="gpt_oss",
+        requires=_NO_MLP_BIAS | _SILU,
+        rewrite=_quiet_sinks,
+        auto=False,
+        config=_SINKS | {"layer_types": _all_full},
+    ),
     Route(source="mistral", target="mixtral"),
     Route(source="mistral", target="glm4_moe", requires=_NOT_SLIDING, config=_GLM),
-    Route(source="mistral", target="gpt_oss", requires=_SILU, rewrite=_quiet_sinks, auto=False,
-          config=_SINKS | {"layer_types": _same_window, "sliding_window": _some_window}),
+    Route(
+        source="mistral",
+        target="gpt_oss",
+        requires=_SILU,
+        rewrite=_quiet_sinks,
+        auto=False,
+        config=_SINKS | {"layer_types": _same_window, "sliding_window": _some_window},
+    ),
     Route(source="qwen2", target="qwen2_moe", requires=_NO_WINDOW),
-    Route(source="qwen2", target="glm4_moe", requires=_NO_WINDOW, config=_GLM | {"attention_bias": True}),
-    Route(source="qwen2", target="gpt_oss", requires=_SILU, rewrite=_quiet_sinks, auto=False,
-          config=_SINKS | {"layer_types": _windows, "sliding_window": _some_window}),
+    Route(
+        source="qwen2",
+        target="glm4_moe",
+        requires=_NO_WINDOW,
+        config=_GLM | {"attention_bias": True},
+    ),
+    Route(
+        source="qwen2",
+        target="gpt_oss",
+        requires=_SILU,
+        rewrite=_quiet_sinks,
+        auto=False,
+        config=_SINKS | {"layer_types": _windows, "sliding_window": _some_window},
+    ),
     Route(source="qwen3", target="qwen3_moe", requires=_NO_WINDOW),
-    Route(source="qwen3", target="glm4_moe", requires=_NO_WINDOW | {"attention_bias": (False,)},
-          config=_GLM | {"use_qk_norm": True}),
-    Route(source="qwen3", target="dots1", config={"layer_types": _windows, "sliding_window": _window, "max_window_layers": _full_layers}),
+    Route(
+        source="qwen3",
+        target="glm4_moe",
+        requires=_NO_WINDOW | {"attention_bias": (False,)},
+        config=_GLM | {"use_qk_norm": True},
+    ),
+    Route(
+        source="qwen3",
+        target="dots1",
+        config={
+            "layer_types": _windows,
+            "sliding_window": _window,
+            "max_window_layers": _full_layers,
+        },
+    ),
     Route(source="phi3", target="mixtral", requires=_WHOLE_ROTARY, rewrite=_split_qkv),
     Route(source="phi3", target="glm4_moe", requires=_NOT_SLIDING, config=_GLM, rewrite=_split_qkv),
     Route(source="granite", target="granitemoe", requires=_NO_MLP_BIAS | _USUAL_HEADS),
     Route(source="granite", target="granitemoeshared", requires=_NO_MLP_BIAS | _USUAL_HEADS),
     Route(source="olmo2", target="flex_olmo"),
-    Route(source="gemma", target="mixtral", requires=_ONE_WAY, config=_FOLDED_GEMMA | {"sliding_window": None},
-          rewrite=_fold_gemma),
-    Route(source="gemma", target="glm4_moe", requires=_ONE_WAY, config=_GLM | _FOLDED_GEMMA, rewrite=_fold_gemma),
-    Route(source="smollm3", target="llama4_text", requires=_NO_BIAS | _NO_WINDOW, config=_NO_TUNING,
-          rewrite=_interleave_rotary),
+    Route(
+        source="gemma",
+        target="mixtral",
+        requires=_ONE_WAY,
+        config=_FOLDED_GEMMA | {"sliding_window": None},
+        rewrite=_fold_gemma,
+    ),
+    Route(
+        source="gemma",
+        target="glm4_moe",
+        requires=_ONE_WAY,
+        config=_GLM | _FOLDED_GEMMA,
+        rewrite=_fold_gemma,
+    ),
+    Route(
+        source="smollm3",
+        target="llama4_text",
+        requires=_NO_BIAS | _NO_WINDOW,
+        config=_NO_TUNING,
+        rewrite=_interleave_rotary,
+    ),
     Route(source="ernie4_5", target="ernie4_5_moe", requires={"use_bias": (False,)}),
-    Route(source="hunyuan_v1_dense", target="hunyuan_v1_moe", config={"sep_token_id": lambda c: c.get("sep_token_id")}),
-)  # fmt: skip
+    Route(
+        source="hunyuan_v1_dense",
+        target="hunyuan_v1_moe",
+        config={"sep_token_id": lambda c: c.get("sep_token_id")},
+    ),
+)
 
 
 def unmet(route: Route, config: Config) -> list[str]:

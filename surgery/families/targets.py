@@ -1,10 +1,12 @@
-"""Native mixture-of-experts architectures that can hold a dense model exactly. `TARGETS` says where experts, router and
-shared experts stand on disk and what their config calls them; which source goes into which is in `routes`.
+"""Native mixture-of-experts architectures that can hold a dense model exactly. `TARGETS` says where
+experts, router and shared experts stand on disk and what their config calls them; which source goes
+into which is in `routes`.
 
-A block of copies computes s·MLP(x), s the sum of the selected routing weights: every target here has s = 1, or a factor
-in its config. Finer shapes cut each copy in G shards (Krajewski et al. 2024, arXiv 2402.07871): with the router's rows
-equal within a copy (virtual groups, He et al. 2024, arXiv 2410.07524), K a multiple of the shards and whole copies
-selected, the shards of a copy have weights that sum to s/G, so a factor of G restores it.
+A block of copies computes s·MLP(x), s the sum of the selected routing weights: every target here
+has s = 1, or a factor in its config. Finer shapes cut each copy in G shards (Krajewski et al. 2024,
+arXiv 2402.07871): with the router's rows equal within a copy (virtual groups, He et al. 2024, arXiv
+2410.07524), K a multiple of the shards and whole copies selected, the shards of a copy have weights
+that sum to s/G, so a factor of G restores it.
 
 Shapes: H hidden_size, F intermediate_size; E experts, K of them active; N = E / shards copies.
 """
@@ -21,14 +23,26 @@ from surgery.families import layouts
 from surgery.families.layouts import Place, Tensors
 from surgery.families.routes import ROUTES, Config, Route, evaluate, head_dim, unmet
 
-__all__ = ["ROUTES", "SURGERY", "TARGETS", "Route", "Shape", "Shared", "Target", "evaluate", "misfit", "unmet",
-           "whole_copies"]  # fmt: skip
+__all__ = [
+    "ROUTES",
+    "SURGERY",
+    "TARGETS",
+    "Route",
+    "Shape",
+    "Shared",
+    "Target",
+    "evaluate",
+    "misfit",
+    "unmet",
+    "whole_copies",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """E experts, K active. A copy of the MLP is cut in `granularity` parts; `shared` of them stand in the shared expert,
-    which every token passes, the others are routed. At granularity 1, one shared expert takes half of the output."""
+    """E experts, K active. A copy of the MLP is cut in `granularity` parts; `shared` of them stand
+    in the shared expert, which every token passes, the others are routed. At granularity 1, one
+    shared expert takes half of the output."""
 
     experts: int
     top_k: int
@@ -65,7 +79,9 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """A target's shared expert. `most`: parts that it can hold; `usual`: how many it takes at granularity 1."""
+    """A target's shared expert. `most`: parts that it can hold; `usual`: how many it takes at
+    granularity 1.
+    """
 
     place: Place | None
     required: bool = True  # without parts of its own it is there all the same, and computes zero
@@ -80,29 +96,38 @@ _MLP = layouts.usual("mlp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """One architecture. Paths are relative to a decoder layer. A config value may be a function of the source config."""
+    """One architecture. Paths are relative to a decoder layer. A config value may be a function of
+    the source config.
+    """
 
     model_type: str
     architecture: str
     router: str
-    place: Place | None  # the routed experts' tensors; None: neurons of one wide MLP, which stands where the MLP did
+    place: (
+        Place | None
+    )  # the routed experts' tensors; None: neurons of one wide MLP, which stands where the MLP did
     config: Mapping[str, Any]
     experts_keys: tuple[str, ...] = ("num_local_experts",)
     top_k_key: str = "num_experts_per_tok"
     width_key: str = "intermediate_size"
-    shape: Callable[[Shape], dict[str, Any]] = lambda s: {}  # what else the shape changes in the config
+    shape: Callable[[Shape], dict[str, Any]] = (
+        lambda s: {}
+    )  # what else the shape changes in the config
     shared: Shared | None = None
     extra: Callable[[int, str], Tensors] = lambda e, dtype: {}  # of E experts and their dtype
-    router_fp32: bool = False  # the class computes it in fp32 whatever its dtype, so it is kept in that
+    router_fp32: bool = (
+        False  # the class computes it in fp32 whatever its dtype, so it is kept in that
+    )
     groups: bool = False  # it chooses whole groups of experts: a copy is never torn
-    # Which layers can stay dense: the config entries for those that do not, of how many; None where it cannot.
+    # Which layers can stay dense: the config entries for those that do not, of how many; None where
+    # it cannot.
     dense_layers: Callable[[Sequence[int], int], dict[str, Any] | None] | None = None
     dense: Place = _MLP  # of a layer that does
     dense_rule: str = "has experts in every layer: it cannot keep some layers dense"
     note: str = ""
 
 
-# --- layers that stay dense -----------------------------------------------------------------------------------------
+# --- layers that stay dense -----------------------------------------------------------------------
 
 
 def _any_layer(chosen: Sequence[int], count: int) -> dict[str, Any]:
@@ -110,33 +135,49 @@ def _any_layer(chosen: Sequence[int], count: int) -> dict[str, Any]:
 
 
 def _first_layers(chosen: Sequence[int], count: int) -> dict[str, Any] | None:
-    return {"first_k_dense_replace": chosen[0]} if list(chosen) == list(range(chosen[0], count)) else None
+    return (
+        {"first_k_dense_replace": chosen[0]}
+        if list(chosen) == list(range(chosen[0], count))
+        else None
+    )
 
 
 def _outer_layers(chosen: Sequence[int], count: int) -> dict[str, Any] | None:
     if list(chosen) != list(range(chosen[0], chosen[-1] + 1)):
         return None
-    return {"moe_layer_start_index": chosen[0], "moe_layer_end_index": chosen[-1], "moe_layer_interval": 1}
+    return {
+        "moe_layer_start_index": chosen[0],
+        "moe_layer_end_index": chosen[-1],
+        "moe_layer_interval": 1,
+    }
 
 
 def _named_layers(chosen: Sequence[int], count: int) -> dict[str, Any]:
     return {"moe_layers": list(chosen)}
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def _grouped(s: Shape) -> dict[str, Any]:
-    """DeepSeek-V3's router: groups are copies. A group's score is the sum of its two best, so it has two at least."""
+    """DeepSeek-V3's router: groups are copies. A group's score is the sum of its two best, so it
+    has two at least.
+    """
     groups, chosen = (s.copies, s.active_copies) if s.shards > 1 else (1, 1)
-    return {"n_group": groups, "topk_group": chosen, "routed_scaling_factor": s.factor,
-            "n_shared_experts": max(1, s.shared)}  # fmt: skip
+    return {
+        "n_group": groups,
+        "topk_group": chosen,
+        "routed_scaling_factor": s.factor,
+        "n_shared_experts": max(1, s.shared),
+    }
 
 
 def _zero_gate(experts: Sequence[Any]) -> Tensors:
     """Qwen2-MoE's shared expert and its gate."""
     shared, mlp = layouts.usual("mlp.shared_expert")(experts), experts[0]
-    return shared | {"mlp.shared_expert_gate.weight": constant(0.0, (1, mlp.up.shape[1]), mlp.up.dtype)}
+    return shared | {
+        "mlp.shared_expert_gate.weight": constant(0.0, (1, mlp.up.shape[1]), mlp.up.dtype)
+    }
 
 
 def _correction(path: str, *groups: int) -> Callable[[int, str], Tensors]:
@@ -146,7 +187,9 @@ def _correction(path: str, *groups: int) -> Callable[[int, str], Tensors]:
 
 _QWEN_EXPERTS = layouts.usual("mlp.experts.{e}")
 _AUXILIARY = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
-_DEEPSEEK: dict[str, Any] = {  # DeepSeek-V3's block of experts, in architectures with usual attention
+_DEEPSEEK: dict[
+    str, Any
+] = {  # DeepSeek-V3's block of experts, in architectures with usual attention
     "router": "mlp.gate.weight",
     "place": _QWEN_EXPERTS,
     "experts_keys": ("n_routed_experts",),
@@ -167,8 +210,11 @@ TARGETS: dict[str, Target] = {
             model_type="mixtral",
             architecture="MixtralForCausalLM",
             router="block_sparse_moe.gate.weight",
-            place=layouts.per_expert("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3",
-                                     "block_sparse_moe.experts.{e}.w2"),
+            place=layouts.per_expert(
+                "block_sparse_moe.experts.{e}.w1",
+                "block_sparse_moe.experts.{e}.w3",
+                "block_sparse_moe.experts.{e}.w2",
+            ),
             # yarn and longrope want a number here, where Mixtral's default is None
             config=_AUXILIARY | {"router_jitter_noise": 0.0, "head_dim": head_dim},
         ),
@@ -177,7 +223,8 @@ TARGETS: dict[str, Target] = {
             architecture="Qwen2MoeForCausalLM",
             router="mlp.gate.weight",
             place=_QWEN_EXPERTS,
-            config=_AUXILIARY | {"norm_topk_prob": True, "decoder_sparse_step": 1, "qkv_bias": True},
+            config=_AUXILIARY
+            | {"norm_topk_prob": True, "decoder_sparse_step": 1, "qkv_bias": True},
             experts_keys=("num_experts",),
             width_key="moe_intermediate_size",
             shape=lambda s: {"shared_expert_intermediate_size": max(1, s.shared) * s.expert_width},
@@ -262,28 +309,35 @@ TARGETS: dict[str, Target] = {
             architecture="Llama4ForCausalLM",
             router="feed_forward.router.weight",
             place=layouts.llama4,
-            config=_AUXILIARY | {"head_dim": head_dim, "router_jitter_noise": 0.0, "interleave_moe_layer_step": 1,
-                                 "intermediate_size_mlp": lambda c: c["intermediate_size"]},
+            config=_AUXILIARY
+            | {
+                "head_dim": head_dim,
+                "router_jitter_noise": 0.0,
+                "interleave_moe_layer_step": 1,
+                "intermediate_size_mlp": lambda c: c["intermediate_size"],
+            },
             shared=Shared(place=layouts.usual("feed_forward.shared_expert"), whole=True),
             dense_layers=_named_layers,
             dense=layouts.usual("feed_forward"),
             note="the shared expert is the MLP, and the routed experts start with down_proj at zero: Llama 4 scales what "
-                 "its experts read, so their outputs cannot be summed to the MLP's",
+            "its experts read, so their outputs cannot be summed to the MLP's",
         ),
         Target(
             model_type="gpt_oss",
             architecture="GptOssForCausalLM",
             router="mlp.router.weight",
             place=layouts.gpt_oss,
-            config=_AUXILIARY | {"head_dim": head_dim, "swiglu_alpha": 1.0, "swiglu_limit": 60000.0},
+            config=_AUXILIARY
+            | {"head_dim": head_dim, "swiglu_alpha": 1.0, "swiglu_limit": 60000.0},
             extra=lambda e, dtype: {"mlp.router.bias": constant(0.0, (e,), dtype)},
             note="swiglu_alpha and swiglu_limit make GPT-OSS's activation SiLU in transformers 5: 4.57 and other runtimes "
-                 "ignore both, and compute another function",
+            "ignore both, and compute another function",
         ),
     )
-}  # fmt: skip
+}
 
-# The block that travels with its code (surgery/modeling/experts_mlp.py), in any dense family whose MLP is a module.
+# The block that travels with its code (surgery/blocks/experts_mlp.py), in any dense family whose
+# MLP is a module.
 SURGERY = Target(
     model_type="surgery",
     architecture="SurgeryForCausalLM",
@@ -318,7 +372,9 @@ def resolve(target: Target, shape: Shape, shared: int | None) -> Shape:
 def misfit(target: Target, s: Shape, chosen: Sequence[int], count: int) -> str:
     """Why a target cannot have this shape in the layers `chosen` of `count`, "" where it can."""
     shared = target.shared
-    if len(chosen) < count and (target.dense_layers is None or target.dense_layers(chosen, count) is None):
+    if len(chosen) < count and (
+        target.dense_layers is None or target.dense_layers(chosen, count) is None
+    ):
         return target.dense_rule
     if s.shared and shared is None:
         return "has no shared expert"
@@ -334,17 +390,23 @@ def misfit(target: Target, s: Shape, chosen: Sequence[int], count: int) -> str:
 
 
 def whole_copies(target: Target, s: Shape) -> bool:
-    """Whether a token always gets whole copies. Where experts are chosen one by one, two copies whose router logits are
-    equal can each give a part; in bf16 that happens to about one token in a thousand in each layer, in fp32 hardly ever."""
+    """Whether a token always gets whole copies. Where experts are chosen one by one, two copies
+    whose router logits are equal can each give a part; in bf16 that happens to about one token in a
+    thousand in each layer, in fp32 hardly ever."""
     return s.shards == 1 or s.top_k == s.experts or target.groups
 
 
-def config_of(target: Target, route: Route, source: Config, s: Shape, chosen: Sequence[int],
-              count: int) -> dict[str, Any]:  # fmt: skip
+def config_of(
+    target: Target, route: Route, source: Config, s: Shape, chosen: Sequence[int], count: int
+) -> dict[str, Any]:
     """config.json of the result, from the source's with its class's defaults written out."""
     out = {k: v for k, v in source.items() if k != "auto_map"}
     out |= evaluate(target.config, source) | evaluate(route.config, source)
-    out |= {"architectures": [target.architecture], "model_type": target.model_type, target.top_k_key: s.top_k}
+    out |= {
+        "architectures": [target.architecture],
+        "model_type": target.model_type,
+        target.top_k_key: s.top_k,
+    }
     out |= dict.fromkeys(target.experts_keys, s.experts) | target.shape(s)
     out[target.width_key] = s.expert_width
     return out | (target.dense_layers(chosen, count) or {} if target.dense_layers else {})

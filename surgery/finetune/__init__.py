@@ -1,7 +1,9 @@
-"""The folder `finetune/` of an output: a script that trains what the operations changed, and configs to launch it with.
+"""The folder `finetune/` of an output: a script that trains what the operations changed, and
+configs to launch it with.
 
-The script is one file that stands alone: it needs the checkpoint in the folder above it, and not this package. What is
-in it follows from the record of the conversion and from config.json, so that a reader finds what this model needs alone.
+The script is one file that stands alone: it needs the checkpoint in the folder above it, and not
+this package. What is in it follows from the record of the conversion and from config.json, so that
+a reader finds what this model needs alone.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Needs:
     moe: bool
     sparse: bool
     memory: bool
-    tables: tuple[str, ...]  # of memories, in names of parameters; not those that hold an MLP's own neurons
+    tables: tuple[
+        str, ...
+    ]  # of memories, in names of parameters; not those that hold an MLP's own neurons
     splines: bool
     down: str  # the last part of the name of down_proj, whose input is the product
     ramp: bool  # the thresholds rise from 0: no repair has fitted the weights to them
@@ -46,8 +50,15 @@ class Needs:
 
     @property
     def stages(self) -> list[list[str]]:
-        """Rows of the script's table: the end of a stage, what it trains, times --l1, times the thresholds."""
-        l1 = [("0.1", "0.0", "0.0"), ("0.4", "0.5", "0.5"), ("0.7", "1.0", "1.0"), ("1.0", "1.0", "1.0")]
+        """Rows of the script's table: the end of a stage, what it trains, times --l1, times the
+        thresholds.
+        """
+        l1 = [
+            ("0.1", "0.0", "0.0"),
+            ("0.4", "0.5", "0.5"),
+            ("0.7", "1.0", "1.0"),
+            ("1.0", "1.0", "1.0"),
+        ]
         if self.sparse:
             return [[end, x, *([t] if self.ramp else [])] for end, x, t in l1]
         first, end = (MEMORY, "0.2") if self.memory else (ROUTERS, "0.05")
@@ -60,15 +71,24 @@ class Needs:
 
 
 def files(record: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, bytes]:
-    """What goes beside the weights of a converted checkpoint, by name, for its surgery.json and config.json."""
+    """What goes beside the weights of a converted checkpoint, by name, for its surgery.json and
+    config.json.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    environment = Environment(loader=PackageLoader("surgery.finetune"), undefined=StrictUndefined, trim_blocks=True,
-                              lstrip_blocks=True, keep_trailing_newline=True)  # fmt: skip
+    environment = Environment(
+        loader=PackageLoader("surgery.finetune"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     values = _values(needs(record, config))
     names = environment.list_templates(extensions=["j2"])
     texts = {n.removesuffix(".j2"): environment.get_template(n).render(**values) for n in names}
-    return {f"{FOLDER}/{name}": text.encode() for name, text in (texts | {"smoke.txt": _text()}).items()}
+    return {
+        f"{FOLDER}/{name}": text.encode() for name, text in (texts | {"smoke.txt": _text()}).items()
+    }
 
 
 def of_folder(folder: Path, record: Mapping[str, Any]) -> dict[str, bytes]:
@@ -106,7 +126,8 @@ def needs(record: Mapping[str, Any], config: Mapping[str, Any]) -> Needs:
         tables=_tables([entry for entry in blocks if entry["kind"] == "memory"]),
         splines="spline" in kinds,
         down="." + family.down.rsplit(".", 1)[-1],
-        ramp=any(e.get("rule", "plain") != "plain" for e in blocks) and [s.get("repair") for s in relufied] == ["none"],
+        ramp=any(e.get("rule", "plain") != "plain" for e in blocks)
+        and [s.get("repair") for s in relufied] == ["none"],
         remote=bool(config.get("auto_map")),
         eager=bool((config.get("text_config") or config).get("attn_logit_softcapping")),
         sparse_gradients=any(e.get("sparse_gradients") for e in blocks),
@@ -117,7 +138,11 @@ def needs(record: Mapping[str, Any], config: Mapping[str, Any]) -> Needs:
 
 def _tables(memories: list[dict[str, Any]]) -> tuple[str, ...]:
     drawn = [entry["shared"] for entry in memories if entry["slots"] != "neurons"]
-    return tuple(f"{name}." for name in drawn) if len(drawn) < len(memories) else ("memory_values",) * bool(drawn)
+    return (
+        tuple(f"{name}." for name in drawn)
+        if len(drawn) < len(memories)
+        else ("memory_values",) * bool(drawn)
+    )
 
 
 def _values(n: Needs) -> dict[str, Any]:
@@ -138,7 +163,8 @@ def _values(n: Needs) -> dict[str, Any]:
         "groups": [*rates, [EVERYTHING, "1.0", "0.1"]] if n.memory else [],
         "trains": SPLINES if alone else "",  # and nothing else does
         "watches": n.moe or n.sparse,
-        "load": (", trust_remote_code=True" if n.remote else "") + (', attn_implementation="eager"' if n.eager else ""),
+        "load": (", trust_remote_code=True" if n.remote else "")
+        + (', attn_implementation="eager"' if n.eager else ""),
         "beyond": _beyond(n),
         "maths": [name for name, needed in used.items() if needed],
         "lr": 1e-3 if alone else 1e-4 if n.memory else 5e-5 if n.moe else 3e-5,
@@ -148,12 +174,20 @@ def _values(n: Needs) -> dict[str, Any]:
 def _beyond(n: Needs) -> str:
     """What an axolotl run lacks."""
     found = ["the L1 loss, the zeros in the log, learning from the source"] if n.sparse else []
-    found += ["the routers' balancing loss for every family, their load in the log"] if n.moe else []
-    found += [f"the stage that trains the {'memory' if n.memory else 'routers'} alone"] if n.staged else []
+    found += (
+        ["the routers' balancing loss for every family, their load in the log"] if n.moe else []
+    )
+    found += (
+        [f"the stage that trains the {'memory' if n.memory else 'routers'} alone"]
+        if n.staged
+        else []
+    )
     return ", ".join(found) or "nothing"
 
 
 def _text() -> str:
     """The beginning of the package's own text, up to the end of a paragraph."""
-    text = (resources.files("surgery.demo") / "text" / "repair.txt").read_text(encoding="utf-8")[:SMOKE_BYTES]
+    text = (resources.files("surgery.demo") / "text" / "repair.txt").read_text(encoding="utf-8")[
+        :SMOKE_BYTES
+    ]
     return text[: text.rfind("\n\n")] + "\n"

@@ -1,1 +1,3 @@
-"""Operations: functions from checkpoint to checkpoint. They know nothing of files, shards, processes or the screen."""
+"""Operations: functions from checkpoint to checkpoint. They know nothing of files, shards,
+processes or the screen.
+"""

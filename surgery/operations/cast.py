@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from surgery.checkpoint import Checkpoint, Step
+from surgery.checkpoint.edit import config_with, float_tensors
 from surgery.checkpoint.tensors import DTYPES, FLOATS
 from surgery.errors import UsageError
-from surgery.operations.sound import config_with, float_tensors
 
 NAMES = {torch_name: dtype for dtype, (_, torch_name) in DTYPES.items() if dtype in FLOATS}
 SHORT = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"}
@@ -14,13 +14,16 @@ _EXPONENT = {"BF16": 8, "F16": 5, "F32": 8, "F64": 11}
 
 
 def cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    """Every floating-point tensor in `dtype` ("bfloat16", "fp16", …), and the config's dtype with it."""
+    """Every floating-point tensor in `dtype` ("bfloat16", "fp16", …), and the config's dtype with
+    it.
+    """
     name = SHORT.get(dtype) or NAMES.get(dtype)
     if name is None:
         raise UsageError(f"unknown dtype {dtype!r}", f"one of: {', '.join([*NAMES, *SHORT])}")
     floats = float_tensors(checkpoint)
     exact = all(
-        _MANTISSA[t.dtype] <= _MANTISSA[name] and _EXPONENT[t.dtype] <= _EXPONENT[name] for t in floats.values()
+        _MANTISSA[t.dtype] <= _MANTISSA[name] and _EXPONENT[t.dtype] <= _EXPONENT[name]
+        for t in floats.values()
     )
     tensors = {**checkpoint.tensors, **{n: t.cast(name) for n, t in floats.items()}}
     field = DTYPES[name][1]

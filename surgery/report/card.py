@@ -1,8 +1,9 @@
-"""README.md of an output, the model card: metadata for the Hub, what was done and why, the recipe, before and after, how
-to load and train it, limits and citations.
+"""README.md of an output, the model card: metadata for the Hub, what was done and why, the recipe,
+before and after, how to load and train it, limits and citations.
 
-The source's own README.md is not copied, as what it says is true of another model; its licence, language and pipeline
-are taken over. A card that somebody has edited is never written again: the last line of ours is a hash of the others.
+The source's own README.md is not copied, as what it says is true of another model; its licence,
+language and pipeline are taken over. A card that somebody has edited is never written again: the
+last line of ours is a hash of the others.
 """
 
 from __future__ import annotations
@@ -22,11 +23,17 @@ from surgery.report import layers, methods
 from surgery.report.inspection import quantity
 
 NAME = "README.md"
-FOLLOWED = ("license", "license_name", "license_link", "language", "pipeline_tag")  # of the source's metadata
+FOLLOWED = (
+    "license",
+    "license_name",
+    "license_link",
+    "language",
+    "pipeline_tag",
+)  # of the source's metadata
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class TableRow:
     """A line of the table: what, of the source, of the output."""
 
     what: str
@@ -34,8 +41,12 @@ class Row:
     after: str
 
 
-def files(source: Checkpoint | None, output: Checkpoint, folder: Path, record: Mapping[str, Any]) -> dict[str, bytes]:
-    """The card of the output in `folder` and its figure, by their names; nothing where somebody has edited it."""
+def files(
+    source: Checkpoint | None, output: Checkpoint, folder: Path, record: Mapping[str, Any]
+) -> dict[str, bytes]:
+    """The card of the output in `folder` and its figure, by their names; nothing where somebody has
+    edited it.
+    """
     if (folder / NAME).exists() and not is_ours(folder):
         return {}
     drawn = layers.panels(record["verification"])
@@ -65,8 +76,12 @@ def _sealed(text: str) -> bytes:
     return f"{text}<!-- surgery {hashlib.sha256(text.encode()).hexdigest()} -->\n".encode()
 
 
-def render(source: Checkpoint | None, output: Checkpoint, folder: Path, record: Mapping[str, Any]) -> str:
-    """The card. `source` is what it was made of (None where that is not at hand: then there is no "before")."""
+def render(
+    source: Checkpoint | None, output: Checkpoint, folder: Path, record: Mapping[str, Any]
+) -> str:
+    """The card. `source` is what it was made of (None where that is not at hand: then there is no
+    "before").
+    """
     steps = [(s["operation"], s) for s in record["recipe"]]
     names = [operation for operation, _ in steps]
     followed = metadata_of(source or output)
@@ -85,7 +100,8 @@ def render(source: Checkpoint | None, output: Checkpoint, folder: Path, record: 
         figure=layers.NAME,
         shown=[panel.title for panel in layers.panels(record["verification"])],
         looks_up=any(
-            b["kind"] == "memory" and b["slots"] != "neurons" for b in output.config.get("surgery_blocks") or ()
+            b["kind"] == "memory" and b["slots"] != "neurons"
+            for b in output.config.get("surgery_blocks") or ()
         ),
         verification=record["verification"],
         sample=((record["verification"] or {}).get("sample") or {}),
@@ -93,7 +109,9 @@ def render(source: Checkpoint | None, output: Checkpoint, folder: Path, record: 
         finetune=(folder / "finetune").is_dir(),
         limits=methods.limits(names),
         licence=followed.get("license"),
-        licence_files=sorted(f.name for f in output.files if re.search(r"LICEN[CS]E|USE_POLICY|NOTICE", f.name)),
+        licence_files=sorted(
+            f.name for f in output.files if re.search(r"LICEN[CS]E|USE_POLICY|NOTICE", f.name)
+        ),
         papers=[methods.bibtex(n) for n in numbers],
     )
 
@@ -102,13 +120,17 @@ def render(source: Checkpoint | None, output: Checkpoint, folder: Path, record: 
 def _template(name: str) -> Any:
     from jinja2 import Environment, PackageLoader
 
-    environment = Environment(loader=PackageLoader("surgery.report"), trim_blocks=True, lstrip_blocks=True,
-                              keep_trailing_newline=True)  # fmt: skip
+    environment = Environment(
+        loader=PackageLoader("surgery.report"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     environment.filters["number"] = number
     return environment.get_template(name)
 
 
-# --- metadata -----------------------------------------------------------------------------------------------------------
+# --- metadata -------------------------------------------------------------------------------------
 
 
 def metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -126,23 +148,40 @@ def metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _metadata(output: Checkpoint, record: Mapping[str, Any], followed: Mapping[str, Any], names: list[str]) -> str:
+def _metadata(
+    output: Checkpoint, record: Mapping[str, Any], followed: Mapping[str, Any], names: list[str]
+) -> str:
     """The YAML between the card's dashes."""
     from huggingface_hub import ModelCardData
 
-    models = [m.partition("@")[0] for s in record["recipe"] for m in s.get("expert_models") or () if _is_id(m)]
-    base = [record["source"]["location"]] if record["source"]["revision"] else followed.get("base_model") or []
+    models = [
+        m.partition("@")[0]
+        for s in record["recipe"]
+        for m in s.get("expert_models") or ()
+        if _is_id(m)
+    ]
+    base = (
+        [record["source"]["location"]]
+        if record["source"]["revision"]
+        else followed.get("base_model") or []
+    )
     base = list(dict.fromkeys([*([base] if isinstance(base, str) else base), *models]))
     tags = [*methods.tags(names), *(["custom_code"] if output.custom_code else []), "surgery"]
     kept = {k: followed[k] for k in FOLLOWED if followed.get(k)}
-    data = ModelCardData(base_model=base[0] if len(base) == 1 else base or None, library_name="transformers", tags=tags,
-                         base_model_relation=("merge" if models else "finetune") if base else None,
-                         **{"pipeline_tag": "text-generation", **kept})  # fmt: skip
+    data = ModelCardData(
+        base_model=base[0] if len(base) == 1 else base or None,
+        library_name="transformers",
+        tags=tags,
+        base_model_relation=("merge" if models else "finetune") if base else None,
+        **{"pipeline_tag": "text-generation", **kept},
+    )
     return str(data.to_yaml())
 
 
 def _is_id(location: str) -> bool:
-    return re.fullmatch(r"[\w.-]+/[\w.-]+(@.*)?", location) is not None and not location.startswith((".", "/"))
+    return re.fullmatch(r"[\w.-]+/[\w.-]+(@.*)?", location) is not None and not location.startswith(
+        (".", "/")
+    )
 
 
 def _link(source: Mapping[str, Any]) -> str:
@@ -155,13 +194,18 @@ def _link(source: Mapping[str, Any]) -> str:
     return f"[{location}](https://huggingface.co/{location}) at `{revision[:12]}`"
 
 
-# --- before and after ---------------------------------------------------------------------------------------------------
+# --- before and after -----------------------------------------------------------------------------
 
 
-def table(source: Checkpoint | None, output: Checkpoint, record: Mapping[str, Any]) -> list[Row]:
+def table(
+    source: Checkpoint | None, output: Checkpoint, record: Mapping[str, Any]
+) -> list[TableRow]:
     """What both weigh, and what the verification found of both."""
     before, after = source and weigh(source, source.config), weigh(output, output.config)
-    rows = [Row(what=what, before=of(before) if before else "", after=of(after)) for what, of in _WEIGHED]
+    rows = [
+        TableRow(what=what, before=of(before) if before else "", after=of(after))
+        for what, of in _WEIGHED
+    ]
     return [*rows, *_measured(record["verification"])]
 
 
@@ -175,23 +219,27 @@ _WEIGHED: tuple[tuple[str, Any], ...] = (
 )
 
 
-def _measured(verification: Mapping[str, Any] | None) -> list[Row]:
+def _measured(verification: Mapping[str, Any] | None) -> list[TableRow]:
     rows = {r["check"]: r for r in (verification or {}).get("rows") or ()}
-    found: list[Row] = []
+    found: list[TableRow] = []
     for check, row in rows.items():
-        if match := re.fullmatch(r"(perplexity|exact zeros among the products) of the output(.*)", check):
+        if match := re.fullmatch(
+            r"(perplexity|exact zeros among the products) of the output(.*)", check
+        ):
             before = rows.get(f"{match[1]} of the source{match[2]}")
             shown = share if match[1].startswith("exact") else number
             found.append(
-                Row(
-                    what=match[1] + match[2], before=shown(before["value"]) if before else "", after=shown(row["value"])
+                TableRow(
+                    what=match[1] + match[2],
+                    before=shown(before["value"]) if before else "",
+                    after=shown(row["value"]),
                 )
             )
         elif check.startswith("next tokens that agree") or check.startswith("MLP "):
-            found.append(Row(what=check, before="100%", after=share(row["value"])))
+            found.append(TableRow(what=check, before="100%", after=share(row["value"])))
         elif check.startswith("logits max|Δ|") and "limit" in row:
             found.append(
-                Row(
+                TableRow(
                     what=f"{check.replace('|', chr(92) + '|')}, at most {number(row['limit'])}",
                     before="0",
                     after=number(row["value"]),

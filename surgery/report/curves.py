@@ -1,4 +1,5 @@
-"""What the report draws of an analysis, as numbers and words: for the page's SVG and for the PNGs alike.
+"""What the report draws of an analysis, as numbers and words: for the page's SVG and for the PNGs
+alike.
 
 A title is the figure's finding, with numbers of the analysis.
 """
@@ -12,19 +13,29 @@ from pathlib import Path
 
 from torch import Tensor
 
-from surgery.analysis.analyze import CETT, Analysis, LayerAnalysis, Mlp, Router, at_cett, exact_zeros
-from surgery.analysis.devices import Work
+from surgery.analysis.analyze import (
+    CETT,
+    Analysis,
+    LayerAnalysis,
+    MlpStatistics,
+    RouterStatistics,
+    at_cett,
+    exact_zeros,
+)
+from surgery.analysis.devices import Cost
 from surgery.analysis.sparsity import hot_share
 from surgery.calibration.collectors import Distribution
 from surgery.report.inspection import quantity
 from surgery.report.svg import Curve, Point
 
 HOT = 0.8
-HotCurve = tuple[int, list[Point], float]  # a layer, its curve, and the share of its neurons that does HOT
+HotCurve = tuple[
+    int, list[Point], float
+]  # a layer, its curve, and the share of its neurons that does HOT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Neurons:
+class NeuronRates:
     """What a layer's dense MLP, or its routed experts together, do in `tokens`."""
 
     layer: int
@@ -45,23 +56,33 @@ def share(value: float) -> str:
     return f"{value:.1%}" if 0 < value < 0.1 or 0.99 < value < 1 else f"{value:.0%}"
 
 
-def neurons(a: Analysis) -> list[Neurons]:
+def neurons(a: Analysis) -> list[NeuronRates]:
     """By layer: the dense MLP or shared expert, or else the routed experts."""
     found = []
     for layer in a.layers:
         if m := layer.mlp:
-            found.append(Neurons(layer=layer.index, tokens=m.tokens, active=m.active, product=m.product))
+            found.append(
+                NeuronRates(layer=layer.index, tokens=m.tokens, active=m.active, product=m.product)
+            )
         elif (r := layer.router) and (r.active is not None or r.product is not None):
             active = None if r.active is None else r.active.flatten()
-            found.append(Neurons(layer=layer.index, tokens=r.tokens, active=active, product=r.product))
+            found.append(
+                NeuronRates(layer=layer.index, tokens=r.tokens, active=active, product=r.product)
+            )
     return found
 
 
 def sparsity_curves(a: Analysis) -> list[Curve]:
     """By layer: of the dense MLPs, or of the routed experts where there is none."""
-    measures: list[tuple[str, str, Callable[[Mlp | Router], float]]] = [("exact zeros", "zero", exact_zeros)]
-    measures += [(f"CETT {c}", tone, at_cett(c)) for c, tone in zip(CETT, ("cett1", "cett2"), strict=True)]
-    found = [Curve(name=name, tone=tone, points=_by_part(a, value)) for name, tone, value in measures]
+    measures: list[tuple[str, str, Callable[[MlpStatistics | RouterStatistics], float]]] = [
+        ("exact zeros", "zero", exact_zeros)
+    ]
+    measures += [
+        (f"CETT {c}", tone, at_cett(c)) for c, tone in zip(CETT, ("cett1", "cett2"), strict=True)
+    ]
+    found = [
+        Curve(name=name, tone=tone, points=_by_part(a, value)) for name, tone, value in measures
+    ]
     return [curve for curve in found if curve.points]
 
 
@@ -74,13 +95,18 @@ def sparsity_title(a: Analysis) -> str:
 
 
 def hot_curves(a: Analysis) -> list[HotCurve]:
-    """A layer, its share of activations over the share of its neurons, and the share of neurons that does HOT of them."""
+    """A layer, its share of activations over the share of its neurons, and the share of neurons
+    that does HOT of them.
+    """
     found = []
     for n in neurons(a):
         if n.active is not None and n.active.sum() > 0:
             done = n.active.double().sort(descending=True).values.cumsum(0)
             at = [round(i / 100 * len(done)) for i in range(101)]
-            points = [(i / 100, done[k - 1].item() / done[-1].item() if k else 0.0) for i, k in enumerate(at)]
+            points = [
+                (i / 100, done[k - 1].item() / done[-1].item() if k else 0.0)
+                for i, k in enumerate(at)
+            ]
             found.append((n.layer, points, hot_share(n.active, HOT)))
     return found
 
@@ -98,14 +124,23 @@ def extremes(curves: list[HotCurve]) -> Iterator[tuple[HotCurve, str]]:
         yield flattest, "start"
 
 
-def saving_bars(a: Analysis) -> list[tuple[str, str, Work]]:
+def saving_bars(a: Analysis) -> list[tuple[str, str, Cost]]:
     """A label, a tone and what is left to read."""
-    how = {"gate first": "gate computed first", "down only": "only down_proj saved", "foreseen": "foreseen"}
-    tones = {"exact zeros": "zero", **{f"CETT {c}": t for c, t in zip(CETT, ("cett1", "cett2"), strict=True)}}
+    how = {
+        "gate first": "gate computed first",
+        "down only": "only down_proj saved",
+        "foreseen": "foreseen",
+    }
+    tones = {
+        "exact zeros": "zero",
+        **{f"CETT {c}": t for c, t in zip(CETT, ("cett1", "cett2"), strict=True)},
+    }
     found = [("nothing left out", "none", a.savings[0].before)] if a.savings else []
     for s in a.savings:
         tone = tones[s.rule] + (" ceiling" if s.kernel == "foreseen" else "")
-        found.append((f"{s.rule} ({share(s.sparsity)}), {how.get(s.kernel, s.kernel)}", tone, s.after))
+        found.append(
+            (f"{s.rule} ({share(s.sparsity)}), {how.get(s.kernel, s.kernel)}", tone, s.after)
+        )
     return found
 
 
@@ -118,11 +153,13 @@ def saving_title(a: Analysis) -> str:
     return f"A CETT of {CETT[1]} leaves a token {down:.0%} of the MLP bytes to read; foreseen, {seen:.0%}"
 
 
-def left_of(work: Work, most: float) -> str:
+def left_of(work: Cost, most: float) -> str:
     return f"{quantity(work.nbytes, 'B')}, {work.nbytes / most:.0%}"
 
 
-def _by_part(a: Analysis, value: Callable[[Mlp | Router], float]) -> list[Point]:
+def _by_part(
+    a: Analysis, value: Callable[[MlpStatistics | RouterStatistics], float]
+) -> list[Point]:
     role = "mlp" if a.mlps else "routed_experts"
     return by_layer(a, lambda layer: value(layer.inside[role]) if role in layer.inside else None)
 
@@ -139,7 +176,10 @@ def mean(points: list[Point]) -> float:
 
 def spread(points: list[Point], what: str = "") -> str:
     """ "31% in layer 0, 84% in layer 17", the lowest first."""
-    (low_at, low), (high_at, high) = min(points, key=lambda p: p[1]), max(points, key=lambda p: p[1])
+    (low_at, low), (high_at, high) = (
+        min(points, key=lambda p: p[1]),
+        max(points, key=lambda p: p[1]),
+    )
     what = f"{what} " if what else ""
     if share(low) == share(high):
         return f"{share(low)} {what}in every layer"

@@ -1,7 +1,9 @@
-"""What `surgery analyze --out` draws: report.html, one file that asks the network for nothing, and PNGs for a model card.
+"""What `surgery analyze --out` draws: report.html, one file that asks the network for nothing, and
+PNGs for a model card.
 
-The page's figures (figures.py) are SVG written here (svg.py), so that they take their colours from the page (light or
-dark) and need no matplotlib, which draws the PNGs only (png.py). Both draw the same numbers (curves.py).
+The page's figures (figures.py) are SVG written here (svg.py), so that they take their colours from
+the page (light or dark) and need no matplotlib, which draws the PNGs only (png.py). Both draw the
+same numbers (curves.py).
 """
 
 from __future__ import annotations
@@ -9,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from surgery.analysis.analyze import ALWAYS, CETT, SAMPLED, Analysis, at_cett, exact_zeros, firing_rate
+from surgery.analysis.analyze import (
+    ALWAYS,
+    CETT,
+    SAMPLED,
+    Analysis,
+    at_cett,
+    exact_zeros,
+    firing_rate,
+)
 from surgery.analysis.devices import Device
 from surgery.analysis.sparsity import hot_share
 from surgery.report.analysis import finding, notes
@@ -19,7 +29,9 @@ from surgery.report.png import write_pngs
 
 
 def write_report(analysis: Analysis, device: Device, folder: Path) -> list[Path]:
-    """report.html and, where matplotlib is installed, the PNGs that the analysis has figures for; what was written."""
+    """report.html and, where matplotlib is installed, the PNGs that the analysis has figures for;
+    what was written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "report.html"
     page.write_text(render(analysis, device), encoding="utf-8")
@@ -30,13 +42,27 @@ def render(analysis: Analysis, device: Device) -> str:
     """The page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    environment = Environment(loader=PackageLoader("surgery.report"), autoescape=True, undefined=StrictUndefined,
-                              trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+    environment = Environment(
+        loader=PackageLoader("surgery.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     return environment.get_template("report.html.j2").render(
-        a=analysis, name=name_of(analysis), finding=finding(analysis), notes=list(notes(analysis)), tiles=list(tiles(analysis)),
-        figures=list(figures(analysis, device)), device=device, cett=CETT, always=ALWAYS, hot_share=hot_share,
-        firing_rate=firing_rate, sampled=min(SAMPLED, int(analysis.sample.mask.sum())),
-    )  # fmt: skip
+        a=analysis,
+        name=name_of(analysis),
+        finding=finding(analysis),
+        notes=list(notes(analysis)),
+        tiles=list(tiles(analysis)),
+        figures=list(figures(analysis, device)),
+        device=device,
+        cett=CETT,
+        always=ALWAYS,
+        hot_share=hot_share,
+        firing_rate=firing_rate,
+        sampled=min(SAMPLED, int(analysis.sample.mask.sum())),
+    )
 
 
 def tiles(a: Analysis) -> Iterator[tuple[str, str]]:
@@ -51,6 +77,12 @@ def tiles(a: Analysis) -> Iterator[tuple[str, str]]:
         dead, total = sum(int((m.active == 0).sum()) for m in a.mlps), sum(m.width for m in a.mlps)
         yield f"{dead:,}", f"of {total:,} neurons are never active"
     if a.routers:
-        unused, total = sum(int((r.load == 0).sum()) for r in a.routers), sum(r.experts for r in a.routers)
-        yield f"{max(r.busiest for r in a.routers):.2f}×", "an even share of the tokens goes to the busiest expert"
+        unused, total = (
+            sum(int((r.load == 0).sum()) for r in a.routers),
+            sum(r.experts for r in a.routers),
+        )
+        yield (
+            f"{max(r.busiest for r in a.routers):.2f}×",
+            "an even share of the tokens goes to the busiest expert",
+        )
         yield f"{unused:,}", f"of {total:,} experts get no token"

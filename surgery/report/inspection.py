@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from surgery.analysis.devices import Decode, mlp_work
-from surgery.analysis.weigh import Layer, Weights
+from surgery.analysis.weigh import LayerWeights, Weights
 from surgery.errors import SurgeryError, UsageError
 from surgery.families.roles import MLP_ROLES, ROLES
 
@@ -19,15 +19,31 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NAMES = {
-    "embedding": "embedding", "head": "head", "attention": "attention", "mixer": "state-space mixer",
-    "mlp": "dense MLP", "shared_experts": "shared experts", "routed_experts": "routed experts", "router": "router",
-    "norms": "norms", "other": "other", "towers": "not run on text",
-}  # fmt: skip
+    "embedding": "embedding",
+    "head": "head",
+    "attention": "attention",
+    "mixer": "state-space mixer",
+    "mlp": "dense MLP",
+    "shared_experts": "shared experts",
+    "routed_experts": "routed experts",
+    "router": "router",
+    "norms": "norms",
+    "other": "other",
+    "towers": "not run on text",
+}
 COLORS = {  # MLPs are warm, the rest cold or grey
-    "embedding": "#9aa5b1", "head": "#c3cad2", "attention": "#3d6fb4", "mixer": "#5fb3b3", "mlp": "#e8743b",
-    "shared_experts": "#f2a65a", "routed_experts": "#c8452f", "router": "#7a4fa3", "norms": "#4d5966",
-    "other": "#777777", "towers": "#dddddd",
-}  # fmt: skip
+    "embedding": "#9aa5b1",
+    "head": "#c3cad2",
+    "attention": "#3d6fb4",
+    "mixer": "#5fb3b3",
+    "mlp": "#e8743b",
+    "shared_experts": "#f2a65a",
+    "routed_experts": "#c8452f",
+    "router": "#7a4fa3",
+    "norms": "#4d5966",
+    "other": "#777777",
+    "towers": "#dddddd",
+}
 INK, FAINT = "#222222", "#8a8f98"
 
 
@@ -37,7 +53,9 @@ def as_dict(weights: Weights, step: Decode) -> dict[str, Any]:
 
 
 def quantity(value: float, unit: str = "") -> str:
-    """Four significant digits and an SI prefix: "56.37 B" of parameters, "112.7 GFLOP" with a unit."""
+    """Four significant digits and an SI prefix: "56.37 B" of parameters, "112.7 GFLOP" with a
+    unit.
+    """
     prefixes = ((1e15, "P"), (1e12, "T"), (1e9, "G" if unit else "B"), (1e6, "M"), (1e3, "k"))
     scale, prefix = next(((s, p) for s, p in prefixes if abs(value) >= s), (1.0, ""))
     return f"{value / scale:.4g} {prefix}{unit}".strip()
@@ -58,11 +76,19 @@ def finding(weights: Weights) -> str:
 def render(weights: Weights, step: Decode, name: str) -> RenderableType:
     """The report for a terminal or a pipe, 100 columns wide."""
     title = Text.assemble(
-        (finding(weights), "bold"), (f"\n{name} · {weights.model_type} · {len(weights.layers)} layers", "dim")
+        (finding(weights), "bold"),
+        (f"\n{name} · {weights.model_type} · {len(weights.layers)} layers", "dim"),
     )
     notes = [Text(f"note: {note}", style="yellow") for note in weights.notes]
     return Group(
-        title, Text(), _summary(weights, step), Text(), _by_role(weights, step), Text(), _by_layer(weights), *notes
+        title,
+        Text(),
+        _summary(weights, step),
+        Text(),
+        _by_role(weights, step),
+        Text(),
+        _by_layer(weights),
+        *notes,
     )
 
 
@@ -74,22 +100,38 @@ def _summary(weights: Weights, step: Decode) -> Table:
     scores = context if step.context else "attention scores apart: --context N"
     stored = step.dtype or "/".join(weights.dtypes).lower()
     for key, value in (
-        ("Parameters", f"{quantity(weights.parameters())}, {quantity(weights.active())} active per token "
-                       f"({quantity(weights.active_with_embedding)} with the input embedding)"),
-        ("MLPs", f"{quantity(weights.parameters(*MLP_ROLES))} ({weights.mlp_share:.1%}): {_describe_mlps(weights)}"),
-        ("FLOPs per token", f"{quantity(step.whole.flops / step.batch, 'FLOP')} forward, "
-                            f"{quantity(step.mlp.flops / step.batch, 'FLOP')} in the MLPs ({scores})"),
-        ("Bytes per step", f"{quantity(step.whole.nbytes, 'B')} read, "
-                           f"{quantity(step.mlp.nbytes, 'B')} for the MLPs ({stored})"),
+        (
+            "Parameters",
+            f"{quantity(weights.parameters())}, {quantity(weights.active())} active per token "
+            f"({quantity(weights.active_with_embedding)} with the input embedding)",
+        ),
+        (
+            "MLPs",
+            f"{quantity(weights.parameters(*MLP_ROLES))} ({weights.mlp_share:.1%}): {_describe_mlps(weights)}",
+        ),
+        (
+            "FLOPs per token",
+            f"{quantity(step.whole.flops / step.batch, 'FLOP')} forward, "
+            f"{quantity(step.mlp.flops / step.batch, 'FLOP')} in the MLPs ({scores})",
+        ),
+        (
+            "Bytes per step",
+            f"{quantity(step.whole.nbytes, 'B')} read, "
+            f"{quantity(step.mlp.nbytes, 'B')} for the MLPs ({stored})",
+        ),
         *_timing(step),
-    ):  # fmt: skip
+    ):
         table.add_row(key, value)
     return table
 
 
 def _describe_mlps(weights: Weights) -> str:
     """ "SwiGLU (silu), d_ff 28,672"; every width that some layer has."""
-    kind = f"{weights.gate} ({weights.activation})" if weights.gated else f"{weights.activation}, no gate"
+    kind = (
+        f"{weights.gate} ({weights.activation})"
+        if weights.gated
+        else f"{weights.activation}, no gate"
+    )
     widths = {
         (role, layer.widths[role], layer.experts, layer.top_k)
         for layer in weights.layers
@@ -97,7 +139,9 @@ def _describe_mlps(weights: Weights) -> str:
         if role in layer.widths
     }
     parts = [kind]
-    for role, width, experts, top_k in sorted(widths, key=lambda entry: (ROLES.index(entry[0]), entry[1])):
+    for role, width, experts, top_k in sorted(
+        widths, key=lambda entry: (ROLES.index(entry[0]), entry[1])
+    ):
         if role == "routed_experts":
             parts.append(f"{experts} experts of d_ff {width:,}, top {top_k}")
         else:
@@ -113,7 +157,9 @@ def _timing(step: Decode) -> list[tuple[str, str]]:
     rows = [(f"On {device.name}", f"{per}, {mlp:.3g} ms in the MLPs, at best ({rates})")]
     if step.compute_bound_from:
         at = f"the MLPs do {step.mlp.intensity:.3g} FLOP per byte at batch {step.batch:,}"
-        verdict = f"{step.mlp.bound(device)}-bound; compute-bound from batch {step.compute_bound_from:,}"
+        verdict = (
+            f"{step.mlp.bound(device)}-bound; compute-bound from batch {step.compute_bound_from:,}"
+        )
         rows.append(("Roofline", f"{at}, the ridge is at {device.ridge:.0f}: {verdict}"))
     return rows
 
@@ -121,7 +167,11 @@ def _timing(step: Decode) -> list[tuple[str, str]]:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
     for column in columns:
-        table.add_column(column, justify="left" if column in ("In all", "Per layer", "part") else "right", no_wrap=True)
+        table.add_column(
+            column,
+            justify="left" if column in ("In all", "Per layer", "part") else "right",
+            no_wrap=True,
+        )
     return table
 
 
@@ -132,13 +182,24 @@ def _by_role(weights: Weights, step: Decode) -> Table:
         parameters = weights.parameters(*roles)
         flops = weights.flops(*roles, context=step.context)
         read = weights.nbytes(*roles, batch=step.batch, dtype=step.dtype, context=step.context)
-        share, active = f"{parameters / weights.parameters():.1%}", _or_dash(weights.active(*roles), "")
+        share, active = (
+            f"{parameters / weights.parameters():.1%}",
+            _or_dash(weights.active(*roles), ""),
+        )
         table.add_row(
-            name, quantity(parameters), share, active, _or_dash(flops, "FLOP"), _or_dash(read, "B"), style=style
+            name,
+            quantity(parameters),
+            share,
+            active,
+            _or_dash(flops, "FLOP"),
+            _or_dash(read, "B"),
+            style=style,
         )
 
     for role in weights.roles:
-        row("head (tied to the embedding)" if role == "head" and weights.tied else NAMES[role], role)
+        row(
+            "head (tied to the embedding)" if role == "head" and weights.tied else NAMES[role], role
+        )
     row("total", style="bold")
     return table
 
@@ -151,20 +212,33 @@ def _by_layer(weights: Weights) -> Table:
     return table
 
 
-def _layer_rows(table: Table, label: str, layer: Layer) -> None:
+def _layer_rows(table: Table, label: str, layer: LayerWeights) -> None:
     total = sum(tally.parameters for tally in layer.tallies.values())
     for i, (role, tally) in enumerate(layer.tallies.items()):
-        table.add_row(label if i == 0 else "", NAMES[role], f"{tally.parameters:,}", f"{tally.parameters / total:.1%}",
-                      f"{layer.active(role):,}")  # fmt: skip
+        table.add_row(
+            label if i == 0 else "",
+            NAMES[role],
+            f"{tally.parameters:,}",
+            f"{tally.parameters / total:.1%}",
+            f"{layer.active(role):,}",
+        )
     if len(layer.tallies) > 1:
-        table.add_row("", "layer", f"{total:,}", "", f"{sum(map(layer.active, layer.tallies)):,}", style="bold")
+        table.add_row(
+            "",
+            "layer",
+            f"{total:,}",
+            "",
+            f"{sum(map(layer.active, layer.tallies)):,}",
+            style="bold",
+        )
 
 
-# --- plot ----------------------------------------------------------------------------------------------------------
+# --- plot -----------------------------------------------------------------------------------------
 
 
 def plot(weights: Weights, step: Decode, name: str, path: Path) -> None:
-    """Shares of each role by group of layers, and the MLPs under the roofline; PNG or SVG by the suffix of `path`.
+    """Shares of each role by group of layers, and the MLPs under the roofline; PNG or SVG by the
+    suffix of `path`.
 
     Raises SurgeryError without matplotlib, UsageError for a suffix that it cannot draw.
     """
@@ -172,10 +246,14 @@ def plot(weights: Weights, step: Decode, name: str, path: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
-        raise SurgeryError("--plot needs matplotlib", "pip install 'model-surgery[plot]'") from error
+        raise SurgeryError(
+            "--plot needs matplotlib", "pip install 'model-surgery[plot]'"
+        ) from error
     bars = _bars(weights)
     height = 0.42 * len(bars) + 1.1
-    figure = Figure(figsize=(9, height + 3.6), layout=ConstrainedLayoutEngine(h_pad=0.12, hspace=0.06))
+    figure = Figure(
+        figsize=(9, height + 3.6), layout=ConstrainedLayoutEngine(h_pad=0.12, hspace=0.06)
+    )
     top, bottom = figure.subplots(2, 1, height_ratios=(height, 2.6))
     if path.suffix[1:] not in figure.canvas.get_supported_filetypes():
         raise UsageError(f"cannot draw to {path.name}", "end its name in .png, .svg or .pdf")
@@ -187,10 +265,18 @@ def plot(weights: Weights, step: Decode, name: str, path: Path) -> None:
 
 def _bars(weights: Weights) -> list[tuple[str, dict[str, int]]]:
     """A label and parameters by role: the model, one token, then each group of layers."""
-    bars = [(f"all, {quantity(weights.parameters())}", {role: weights.parameters(role) for role in weights.roles})]
+    bars = [
+        (
+            f"all, {quantity(weights.parameters())}",
+            {role: weights.parameters(role) for role in weights.roles},
+        )
+    ]
     if "routed_experts" in weights.roles:
         bars.append(
-            (f"one token, {quantity(weights.active())}", {role: weights.active(role) for role in weights.roles})
+            (
+                f"one token, {quantity(weights.active())}",
+                {role: weights.active(role) for role in weights.roles},
+            )
         )
     for group in weights.groups():
         layer = {role: tally.parameters for role, tally in group.layers[0].tallies.items()}
@@ -204,20 +290,48 @@ def _draw_shares(axes: Axes, bars: list[tuple[str, dict[str, int]]], subtitle: s
         total, left = sum(parts.values()), 0.0
         for role in used:
             share = 100 * parts.get(role, 0) / total
-            axes.barh(y, share, left=left, height=0.68, color=COLORS[role], edgecolor="white", linewidth=0.8)
+            axes.barh(
+                y,
+                share,
+                left=left,
+                height=0.68,
+                color=COLORS[role],
+                edgecolor="white",
+                linewidth=0.8,
+            )
             if share >= 5:
                 dark = role in ("head", "towers", "shared_experts")
-                axes.text(left + share / 2, y, f"{share:.0f}%", ha="center", va="center", fontsize=9,
-                          color=INK if dark else "white")  # fmt: skip
+                axes.text(
+                    left + share / 2,
+                    y,
+                    f"{share:.0f}%",
+                    ha="center",
+                    va="center",
+                    fontsize=9,
+                    color=INK if dark else "white",
+                )
             left += share
     axes.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
     axes.set_xticks([])
     axes.set_title(subtitle, loc="left", fontsize=9, color=FAINT)
-    handles = [axes.barh(0, 0, color=COLORS[role], label=NAMES[role]) for role in used if _visible(role, bars)]
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(-0.012, -0.01), ncols=7, frameon=False, fontsize=9,
-                handlelength=1, handleheight=1, columnspacing=1.3)  # fmt: skip
+    handles = [
+        axes.barh(0, 0, color=COLORS[role], label=NAMES[role])
+        for role in used
+        if _visible(role, bars)
+    ]
+    axes.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(-0.012, -0.01),
+        ncols=7,
+        frameon=False,
+        fontsize=9,
+        handlelength=1,
+        handleheight=1,
+        columnspacing=1.3,
+    )
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
 
@@ -228,7 +342,9 @@ def _visible(role: str, bars: list[tuple[str, dict[str, int]]]) -> bool:
 
 
 def _points(weights: Weights, step: Decode) -> list[tuple[int, float]]:
-    """Batches and their FLOP per byte: 1, the given and the first compute-bound one, others where there is room."""
+    """Batches and their FLOP per byte: 1, the given and the first compute-bound one, others where
+    there is room.
+    """
     points: dict[int, float] = {}
     if step.compute_bound_from is None:
         return []
@@ -243,13 +359,24 @@ def _points(weights: Weights, step: Decode) -> list[tuple[int, float]]:
 def _draw_roofline(axes: Axes, weights: Weights, step: Decode) -> None:
     device = step.device
     left, right, peak = 0.3, 20 * device.ridge, device.peak / 1e12
-    axes.plot([left, device.ridge, right], [left * device.bandwidth / 1e12, peak, peak], color=INK, linewidth=1.6)
+    axes.plot(
+        [left, device.ridge, right],
+        [left * device.bandwidth / 1e12, peak, peak],
+        color=INK,
+        linewidth=1.6,
+    )
     axes.axvline(device.ridge, color=FAINT, linewidth=0.8, linestyle=":")
     for batch, intensity in _points(weights, step):
         reached = min(device.peak, intensity * device.bandwidth) / 1e12
         axes.plot(intensity, reached, "o", color=COLORS["mlp"], markersize=6, zorder=3)
-        axes.annotate(f"batch {batch:,}", (intensity, reached), xytext=(6, -11), textcoords="offset points", fontsize=9,
-                      color=INK)  # fmt: skip
+        axes.annotate(
+            f"batch {batch:,}",
+            (intensity, reached),
+            xytext=(6, -11),
+            textcoords="offset points",
+            fontsize=9,
+            color=INK,
+        )
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(left, right)
@@ -257,9 +384,16 @@ def _draw_roofline(axes: Axes, weights: Weights, step: Decode) -> None:
         axis.set_major_formatter("{x:,g}")
     axes.set_xlabel("FLOP per byte of the MLPs", fontsize=9, color=INK)
     axes.set_ylabel("TFLOP/s at best", fontsize=9, color=INK)
-    bound = f"MLPs turn compute-bound at batch {step.compute_bound_from:,}" if step.compute_bound_from else "no MLPs"
+    bound = (
+        f"MLPs turn compute-bound at batch {step.compute_bound_from:,}"
+        if step.compute_bound_from
+        else "no MLPs"
+    )
     axes.set_title(
-        f"{bound} on {device.name} (ridge {device.ridge:.0f} FLOP per byte)", loc="left", fontsize=11, color=INK
+        f"{bound} on {device.name} (ridge {device.ridge:.0f} FLOP per byte)",
+        loc="left",
+        fontsize=11,
+        color=INK,
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=9)

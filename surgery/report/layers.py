@@ -8,7 +8,19 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from surgery.report.svg import BOTTOM, QUARTERS, TOP, Curve, Scale, document, frame, labelled, layer_ticks, layers, text
+from surgery.report.svg import (
+    BOTTOM,
+    QUARTERS,
+    TOP,
+    Curve,
+    Scale,
+    document,
+    frame,
+    labelled,
+    layer_ticks,
+    layers,
+    text,
+)
 
 NAME = "layers.svg"
 HEIGHT = BOTTOM + 75  # of a panel and its title
@@ -33,7 +45,9 @@ def panels(verification: Mapping[str, Any] | None) -> list[Panel]:
 def draw(found: list[Panel]) -> bytes:
     """The panels, one below the other."""
     style = (files("surgery.report") / "templates" / "figure.css").read_text(encoding="utf-8")
-    body = "".join(f'<g transform="translate(0 {i * HEIGHT:g})">{_panel(p)}</g>' for i, p in enumerate(found))
+    body = "".join(
+        f'<g transform="translate(0 {i * HEIGHT:g})">{_panel(p)}</g>' for i, p in enumerate(found)
+    )
     return document(body, style, HEIGHT * len(found)).encode()
 
 
@@ -50,19 +64,29 @@ def _zeros(rows: Mapping[str, Any]) -> Iterator[Panel]:
     if any(v > 0 for _, v in output):
         curves = [Curve(name="this model", tone="cett2", points=output)]
         curves += [Curve(name="its source", tone="none", points=source)] if source else []
-        yield Panel(title=f"{_mean(output):.0%} of the MLPs' products are exact zeros ({_span(output)})",
-                    axis="share of the products", curves=curves)  # fmt: skip
+        yield Panel(
+            title=f"{_mean(output):.0%} of the MLPs' products are exact zeros ({_span(output)})",
+            axis="share of the products",
+            curves=curves,
+        )
 
 
 def _load(rows: Mapping[str, Any]) -> Iterator[Panel]:
     if found := _values(rows.get(LOAD)):
-        yield Panel(title=f"Load of the experts: {_mean(found):.0%} of an even one's entropy ({_span(found)})",
-                    axis="entropy of the load", curves=[Curve(name="this model", tone="cett2", points=found)])  # fmt: skip
+        yield Panel(
+            title=f"Load of the experts: {_mean(found):.0%} of an even one's entropy ({_span(found)})",
+            axis="entropy of the load",
+            curves=[Curve(name="this model", tone="cett2", points=found)],
+        )
 
 
 def _values(row: Mapping[str, Any] | None) -> list[tuple[float, float]]:
-    """Layer and value of a row that has them; a layer without an MLP of its own (nan) is left out."""
-    found = [re.fullmatch(r"layer (\d+): ([\d.e-]+)", part) for part in (row or {}).get("detail") or ()]
+    """Layer and value of a row that has them; a layer without an MLP of its own (nan) is left
+    out.
+    """
+    found = [
+        re.fullmatch(r"layer (\d+): ([\d.e-]+)", part) for part in (row or {}).get("detail") or ()
+    ]
     return [(float(m[1]), float(m[2])) for m in found if m]
 
 

@@ -30,7 +30,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FILES = ("sparsity_by_layer.png", "hot_cold.png", "savings.png")
-TONES = {"zero": COLORS["attention"], "cett1": COLORS["shared_experts"], "cett2": COLORS["mlp"], "none": FAINT}
+TONES = {
+    "zero": COLORS["attention"],
+    "cett1": COLORS["shared_experts"],
+    "cett2": COLORS["mlp"],
+    "none": FAINT,
+}
 
 
 def draws_png() -> bool:
@@ -38,8 +43,8 @@ def draws_png() -> bool:
 
 
 def write_pngs(a: Analysis, folder: Path) -> Iterator[Path]:
-    """Those of FILES that the analysis has figures for, at 150 dpi; none without matplotlib. What an earlier analysis left
-    in the folder goes."""
+    """Those of FILES that the analysis has figures for, at 150 dpi; none without matplotlib. What
+    an earlier analysis left in the folder goes."""
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
     if not draws_png():
@@ -77,7 +82,9 @@ def _draw_sparsity(axes: Axes, a: Analysis) -> None:
         xs, ys = zip(*curve.points, strict=True)
         axes.plot(xs, ys, "o-", color=TONES[curve.tone], linewidth=2, markersize=4, clip_on=False)
         at = (BOTTOM - height) / (BOTTOM - TOP)
-        axes.annotate(curve.name, (1.01, at), xycoords="axes fraction", va="center", fontsize=10, color=INK)
+        axes.annotate(
+            curve.name, (1.01, at), xycoords="axes fraction", va="center", fontsize=10, color=INK
+        )
     axes.set_ylim(0, 1)
     axes.set_xlim(-0.2, max(1, len(a.layers) - 1))
     axes.set_xticks(list(layer_ticks(len(a.layers))), list(layer_ticks(len(a.layers)).values()))
@@ -95,8 +102,15 @@ def _draw_hot_cold(axes: Axes, a: Analysis) -> None:
         axes.plot(xs, ys, color=TONES["cett2"], alpha=depth(a, layer), linewidth=1.5)
     for (layer, _, hot), anchor in extremes(curves):
         axes.plot(hot, HOT, "o", color=INK, markersize=5)
-        axes.annotate(f"layer {layer}: {share(hot)}", (hot, HOT), xytext=(-7, 4) if anchor == "end" else (8, -12),
-                      textcoords="offset points", ha="right" if anchor == "end" else "left", fontsize=9, color=INK)  # fmt: skip
+        axes.annotate(
+            f"layer {layer}: {share(hot)}",
+            (hot, HOT),
+            xytext=(-7, 4) if anchor == "end" else (8, -12),
+            textcoords="offset points",
+            ha="right" if anchor == "end" else "left",
+            fontsize=9,
+            color=INK,
+        )
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1)
     _percent(axes.xaxis)
@@ -110,7 +124,13 @@ def _draw_savings(axes: Axes, a: Analysis) -> None:
     most = bars[0][2].nbytes
     for i, (_, tone, work) in enumerate(bars):
         left = work.nbytes / most
-        axes.barh(i, left, height=0.62, color=TONES[tone.split()[0]], alpha=0.45 if "ceiling" in tone else 1)
+        axes.barh(
+            i,
+            left,
+            height=0.62,
+            color=TONES[tone.split()[0]],
+            alpha=0.45 if "ceiling" in tone else 1,
+        )
         axes.text(left + 0.01, i, left_of(work, most), va="center", fontsize=9, color=INK)
     axes.set_yticks(range(len(bars)), [label for label, _, _ in bars])
     axes.invert_yaxis()

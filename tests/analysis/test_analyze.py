@@ -1,6 +1,7 @@
 """Every figure of an analysis against the activations of the whole stock model, taken by hooks.
 
-What could break it: tokens that do not count, weights that are transposed, sums over batches, layers mixed up.
+What could break it: tokens that do not count, weights that are transposed, sums over batches,
+layers mixed up.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from models import COMMON, LAYERS, load, sample_ids, save_config, save_model
 from safetensors.torch import load_file
 
 from surgery import demo
-from surgery.analysis.analyze import Analysis, Mlp, analyze
+from surgery.analysis.analyze import Analysis, MlpStatistics, analyze
 from surgery.analysis.devices import DEVICES
 from surgery.analysis.weigh import weigh
 from surgery.calibration import walk
 from surgery.calibration.data import Sample
 from surgery.calibration.data import sample_ids as text_ids
-from surgery.checkpoint import constant, open_checkpoint
+from surgery.checkpoint import constant
 from surgery.operations.relufy import relufy
 from surgery.report import analysis as report
+from surgery.storage import open_checkpoint
 
 IDS = sample_ids()
 SAMPLE = Sample(input_ids=IDS, source="test", text=False)
@@ -33,14 +35,24 @@ H100 = DEVICES["h100"]
 
 
 def activations(model: Any, down: str, up: str, gate: str) -> list[dict[str, torch.Tensor]]:
-    """Of each layer, at the tokens after the first of a sequence: input, gate, product, output [n, ·]."""
+    """Of each layer, at the tokens after the first of a sequence: input, gate, product, output [n,
+    ·].
+    """
     found: list[dict[str, torch.Tensor]] = []
-    layers = next(m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) == LAYERS)
+    layers = next(
+        m
+        for n, m in model.named_modules()
+        if isinstance(m, torch.nn.ModuleList) and len(m) == LAYERS
+    )
     kept = lambda t: t.detach().reshape(*IDS.shape, -1)[:, 1:].flatten(0, 1).clone()  # noqa: E731
     for layer in layers:
         into: dict[str, torch.Tensor] = {}
-        layer.get_submodule(gate).register_forward_hook(lambda m, i, o, d=into: d.update(gate=kept(o)))
-        layer.get_submodule(up).register_forward_hook(lambda m, i, o, d=into: d.update(input=kept(i[0])))
+        layer.get_submodule(gate).register_forward_hook(
+            lambda m, i, o, d=into: d.update(gate=kept(o))
+        )
+        layer.get_submodule(up).register_forward_hook(
+            lambda m, i, o, d=into: d.update(input=kept(i[0]))
+        )
         layer.get_submodule(down).register_forward_hook(
             lambda m, i, o, d=into: d.update(product=kept(i[0]), output=kept(o))
         )
@@ -51,12 +63,17 @@ def activations(model: Any, down: str, up: str, gate: str) -> list[dict[str, tor
     return found
 
 
-@pytest.mark.parametrize(("name", "paths"), [
-    ("llama", ("mlp.down_proj", "mlp.up_proj", "mlp.gate_proj")), ("gpt2", ("mlp.c_proj", "mlp.c_fc", "mlp.c_fc")),
-    ("opt", ("fc2", "fc1", "fc1")),
-])  # fmt: skip
-def test_figures_are_those_of_the_whole_model(name: str, paths: tuple[str, str, str], tmp_path: Path,
-                                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "paths"),
+    [
+        ("llama", ("mlp.down_proj", "mlp.up_proj", "mlp.gate_proj")),
+        ("gpt2", ("mlp.c_proj", "mlp.c_fc", "mlp.c_fc")),
+        ("opt", ("fc2", "fc1", "fc1")),
+    ],
+)
+def test_figures_are_those_of_the_whole_model(
+    name: str, paths: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One sequence a batch."""
     save_model(name, tmp_path)
     expected = activations(load(tmp_path)[0], *paths)
@@ -66,7 +83,7 @@ def test_figures_are_those_of_the_whole_model(name: str, paths: tuple[str, str, 
         check(layer.mlp, e, e["down"] if name == "gpt2" else e["down"].T)
 
 
-def check(m: Mlp, e: dict[str, torch.Tensor], down: torch.Tensor) -> None:
+def check(m: MlpStatistics, e: dict[str, torch.Tensor], down: torch.Tensor) -> None:
     gate, h = e["gate"], e["product"]
     assert m.tokens == len(h) == IDS.numel() - len(IDS)
     assert torch.equal(m.active, (gate > 0).sum(0)) and torch.equal(m.nonzero, (h != 0).sum(0))
@@ -74,32 +91,48 @@ def check(m: Mlp, e: dict[str, torch.Tensor], down: torch.Tensor) -> None:
     assert m.rate.mean().item() == pytest.approx((gate > 0).double().mean().item())
     quarter = gate.view(len(IDS), -1, gate.shape[1])[:, ::4]
     assert m.gate.positive == (quarter > 0).double().mean() and m.gate.total == quarter.numel()
-    torch.testing.assert_close(m.mass, h.abs().double().mean(0) * down.double().norm(dim=1), rtol=1e-5, atol=0)
-    torch.testing.assert_close(m.input_rms, e["input"].double().square().mean(0).sqrt(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        m.mass, h.abs().double().mean(0) * down.double().norm(dim=1), rtol=1e-5, atol=0
+    )
+    torch.testing.assert_close(
+        m.input_rms, e["input"].double().square().mean(0).sqrt(), rtol=1e-5, atol=0
+    )
     assert m.input_norm == pytest.approx(e["input"].norm(dim=1).mean().item(), rel=1e-5)
     rows = (gate > 0).view(len(IDS), -1, gate.shape[1])
-    assert m.overlap == pytest.approx(((rows[:, 1:] & rows[:, :-1]).sum() / rows[:, 1:].sum()).item())
+    assert m.overlap == pytest.approx(
+        ((rows[:, 1:] & rows[:, :-1]).sum() / rows[:, 1:].sum()).item()
+    )
     union = torch.stack([rows[:, i : i + 16].any(1) for i in (0, 16)]).double().mean().item()
     assert m.unions[16] == pytest.approx(1 - union)
     for t in m.truncations:  # all tokens are in the reservoir
         inactive = h.abs() * down.norm(dim=1) < t.threshold
-        error = ((h * inactive).double() @ down.double()).norm(dim=1) / e["output"].double().norm(dim=1)
+        error = ((h * inactive).double() @ down.double()).norm(dim=1) / e["output"].double().norm(
+            dim=1
+        )
         assert t.sparsity == pytest.approx(inactive.double().mean().item(), abs=1e-3)
         assert t.cett == pytest.approx(error.mean().item(), rel=1e-2)
 
 
 def test_relu_makes_exact_zeros_and_silu_none() -> None:
-    """On the embedded model, whose weights are trained: every gate that is not positive is a zero."""
+    """On the embedded model, whose weights are trained: every gate that is not positive is a
+    zero.
+    """
     source = open_checkpoint(demo.MODEL)
     sample = text_ids(source, tokens=256, sequence_length=64)
     silu, relu = analyze(source, sample), analyze(relufy(source, repair="none"), sample)
-    assert [m.product.zeros for m in silu.mlps] == [0] * 7 and [m.gate_zero for m in silu.mlps] == [0] * 7
+    assert [m.product.zeros for m in silu.mlps] == [0] * 7 and [m.gate_zero for m in silu.mlps] == [
+        0
+    ] * 7
     for m in relu.mlps:
-        assert 0.3 < m.product.zero < 0.9 and m.product.zero == pytest.approx(1 - m.rate.mean().item(), abs=1e-4)
+        assert 0.3 < m.product.zero < 0.9 and m.product.zero == pytest.approx(
+            1 - m.rate.mean().item(), abs=1e-4
+        )
         assert m.gate_zero == 1 - m.gate.positive
         assert all(t.sparsity > m.product.zero for t in m.truncations)
     assert report.finding(silu).startswith("No product is an exact zero")
-    assert report.finding(relu).startswith(f"{relu.mean(lambda m: m.product.zero):.0%} of the products are exact zeros")
+    assert report.finding(relu).startswith(
+        f"{relu.mean(lambda m: m.product.zero):.0%} of the products are exact zeros"
+    )
 
 
 def test_savings_are_the_kernels_share_of_the_mlps_bytes(tmp_path: Path) -> None:
@@ -112,18 +145,28 @@ def test_savings_are_the_kernels_share_of_the_mlps_bytes(tmp_path: Path) -> None
         "gate first",
     ) and first.before.nbytes == mlps == LAYERS * 3 * 32 * 48 * 4
     assert first.after.nbytes == pytest.approx(mlps * (1 + 2 * (1 - first.sparsity)) / 3)
-    assert first.after.flops == pytest.approx(first.after.nbytes / 2)  # fp32: 4 bytes and 2 FLOPs a weight
+    assert first.after.flops == pytest.approx(
+        first.after.nbytes / 2
+    )  # fp32: 4 bytes and 2 FLOPs a weight
 
 
 def mixture(folder: Path, name: str = "mixtral", **changes: Any) -> Analysis:
     """Of 4 experts, 2 for a token, with ReLU."""
-    sizes = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "hidden_act": "relu", **changes}
+    sizes = {
+        "num_local_experts": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "hidden_act": "relu",
+        **changes,
+    }
     save_config(transformers.AutoConfig.for_model(name, **COMMON, **sizes), folder)
     return analyze(open_checkpoint(folder), SAMPLE)
 
 
 def expert_products(folder: Path) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """By layer and expert of a mixtral: the products [n, F] of the tokens that were sent to it, and down [F, H]."""
+    """By layer and expert of a mixtral: the products [n, F] of the tokens that were sent to it, and
+    down [F, H].
+    """
     model, tensors, inputs = load(folder)[0], open_checkpoint(folder).tensors, []
     for name, module in model.named_modules():
         if name.endswith((".mlp.gate", ".block_sparse_moe.gate")):
@@ -150,14 +193,20 @@ def test_cett_of_the_experts_is_that_of_their_own_outputs(tmp_path: Path) -> Non
     for layer, experts in zip(found.layers, expert_products(tmp_path), strict=True):
         assert layer.router and layer.router.product
         products = torch.cat([h.flatten() for h, _ in experts])
-        assert (layer.router.product.zeros, layer.router.product.total) == (int((products == 0).sum()), len(products))
+        assert (layer.router.product.zeros, layer.router.product.total) == (
+            int((products == 0).sum()),
+            len(products),
+        )
         for t in layer.router.truncations:
             left_out = [h * (h.abs() * down.norm(dim=1) < t.threshold) for h, down in experts]
             errors = [
-                (tail @ w).norm(dim=1) / (h @ w).norm(dim=1) for tail, (h, w) in zip(left_out, experts, strict=True)
+                (tail @ w).norm(dim=1) / (h @ w).norm(dim=1)
+                for tail, (h, w) in zip(left_out, experts, strict=True)
             ]
             assert t.cett == pytest.approx(torch.cat(errors).mean().item(), rel=1e-4)
-            kept = sum(int((h.abs() * down.norm(dim=1) >= t.threshold).sum()) for h, down in experts)
+            kept = sum(
+                int((h.abs() * down.norm(dim=1) >= t.threshold).sum()) for h, down in experts
+            )
             assert t.sparsity == pytest.approx(1 - kept / len(products), abs=1e-4)
 
 
@@ -167,7 +216,9 @@ def test_savings_of_a_mixture_are_those_of_its_experts(tmp_path: Path) -> None:
     zeros, routed = [r.product.zero for r in found.routers if r.product], 2 * 3 * 32 * 48 * 4
     exact, *tails = found.savings
     assert len(zeros) == LAYERS and all(0.3 < z < 0.7 for z in zeros)
-    assert exact.before.nbytes == LAYERS * routed and exact.sparsity == pytest.approx(sum(zeros) / LAYERS)
+    assert exact.before.nbytes == LAYERS * routed and exact.sparsity == pytest.approx(
+        sum(zeros) / LAYERS
+    )
     assert exact.after.nbytes == pytest.approx(sum((1 + 2 * (1 - z)) / 3 * routed for z in zeros))
     for s, cett in zip(tails, (0.1, 0.1, 0.2, 0.2), strict=True):
         at = [r.at(cett).sparsity for r in found.routers]
@@ -177,15 +228,23 @@ def test_savings_of_a_mixture_are_those_of_its_experts(tmp_path: Path) -> None:
 
 
 def test_savings_weigh_a_shared_expert_beside_the_routed_ones(tmp_path: Path) -> None:
-    """Each by its own sparsity; the sparsity named is over the neurons that a token passes: 40, and 2 of 4 × 24."""
-    found = mixture(tmp_path, "qwen2_moe", moe_intermediate_size=24, shared_expert_intermediate_size=40)
+    """Each by its own sparsity; the sparsity named is over the neurons that a token passes: 40, and
+    2 of 4 × 24.
+    """
+    found = mixture(
+        tmp_path, "qwen2_moe", moe_intermediate_size=24, shared_expert_intermediate_size=40
+    )
     pairs = [
-        (i.mlp.product.zero, i.router.product.zero) for i in found.layers if i.mlp and i.router and i.router.product
+        (i.mlp.product.zero, i.router.product.zero)
+        for i in found.layers
+        if i.mlp and i.router and i.router.product
     ]
     assert len(pairs) == LAYERS and all(a != b for a, b in pairs)
     exact, weights = found.savings[0], [3 * 32 * width * 4 for width in (40, 48)]
     left = sum(w * (3 - 2 * z) / 3 for pair in pairs for w, z in zip(weights, pair, strict=True))
-    assert exact.before.nbytes == LAYERS * sum(weights) and exact.after.nbytes == pytest.approx(left)
+    assert exact.before.nbytes == LAYERS * sum(weights) and exact.after.nbytes == pytest.approx(
+        left
+    )
     assert exact.sparsity == pytest.approx(sum(40 * a + 48 * b for a, b in pairs) / (LAYERS * 88))
 
 
@@ -194,13 +253,21 @@ def test_experts_that_cannot_be_looked_into_stay_whole_and_it_is_said(
 ) -> None:
     monkeypatch.setattr("surgery.calibration.observe._expert", lambda experts, family: None)
     found = mixture(tmp_path / "routed")
-    assert found.savings == [] and not any("cannot be looked into" in note for note in report.notes(found))
-    shared = mixture(tmp_path / "shared", "qwen2_moe", moe_intermediate_size=24, shared_expert_intermediate_size=40)
+    assert found.savings == [] and not any(
+        "cannot be looked into" in note for note in report.notes(found)
+    )
+    shared = mixture(
+        tmp_path / "shared",
+        "qwen2_moe",
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+    )
     exact, own = shared.savings[0], 3 * 32 * 40 * 4
     left = sum(3 * 32 * 48 * 4 + own * (3 - 2 * m.product.zero) / 3 for m in shared.mlps)
     assert exact.after.nbytes == pytest.approx(left)
-    assert "routed experts cannot be looked into here: what would be saved counts them whole" in list(
-        report.notes(shared)
+    assert (
+        "routed experts cannot be looked into here: what would be saved counts them whole"
+        in list(report.notes(shared))
     )
 
 
@@ -213,11 +280,15 @@ def test_saved_files_hold_the_figures(tmp_path: Path) -> None:
         json.loads((tmp_path / "out" / "analysis.json").read_text()),
     )
     for layer in found.layers:
-        assert layer.mlp and torch.equal(tensors[f"layers.{layer.index}.mlp.active"], layer.mlp.active)
+        assert layer.mlp and torch.equal(
+            tensors[f"layers.{layer.index}.mlp.active"], layer.mlp.active
+        )
         d = record["layers"][layer.index]["mlp"]
         assert d["firing_rate"] == pytest.approx(layer.mlp.rate.mean().item())
         assert d["cett"][1]["sparsity"] == layer.mlp.at(0.2).sparsity
-    assert record["sample"]["sha256"] == SAMPLE.sha256 and record["totals"]["neurons"] == LAYERS * 48
+    assert (
+        record["sample"]["sha256"] == SAMPLE.sha256 and record["totals"]["neurons"] == LAYERS * 48
+    )
 
 
 def test_the_same_command_finds_the_same_twice(tmp_path: Path) -> None:
@@ -242,7 +313,9 @@ def test_an_mlp_of_zeros_leaves_valid_json(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     name = "model.layers.1.mlp.up_proj.weight"
-    zeroed = checkpoint.replace(tensors={**checkpoint.tensors, name: constant(0.0, (48, 32), "F32")})
+    zeroed = checkpoint.replace(
+        tensors={**checkpoint.tensors, name: constant(0.0, (48, 32), "F32")}
+    )
     found = analyze(zeroed, SAMPLE)
     json.dumps(found.as_dict(H100), allow_nan=False)
     assert found.layers[1].mlp and found.layers[1].mlp.product.zero == 1
@@ -254,7 +327,9 @@ def test_a_linear_mlp_is_named(tmp_path: Path) -> None:
     save_model("gpt2", tmp_path, activation_function="linear")
     found = analyze(open_checkpoint(tmp_path), SAMPLE)
     assert all(m.linearity.r2 > 0.999 for m in found.mlps)
-    assert "layer 0: on this sample the MLP is affine: two matrices that compose into one" in list(report.notes(found))
+    assert "layer 0: on this sample the MLP is affine: two matrices that compose into one" in list(
+        report.notes(found)
+    )
 
 
 def show(found: Analysis) -> str:
@@ -273,4 +348,6 @@ def test_report_has_a_row_for_every_layer(tmp_path: Path) -> None:
     text = show(found)
     assert not math.isnan(found.mean(lambda m: m.product.zero))
     rows = [line.split() for line in text.splitlines() if line[:1].isdigit() and " 48 " in line]
-    assert [r[0] for r in rows] == ["0", "1", "2"] and rows[1][2] == f"{found.mlps[1].product.zero:.1%}"
+    assert [r[0] for r in rows] == ["0", "1", "2"] and rows[1][
+        2
+    ] == f"{found.mlps[1].product.zero:.1%}"

@@ -1,4 +1,5 @@
-"""The figures of a real model against hooks on the whole of it: SURGERY_REAL_MODEL=FOLDER pytest -m slow.
+"""The figures of a real model against hooks on the whole of it: SURGERY_REAL_MODEL=FOLDER pytest -m
+slow.
 
 For models whose MLP is that of llama. The whole model is in memory, in fp32.
 """
@@ -15,7 +16,7 @@ from models import load
 
 from surgery.analysis.analyze import analyze
 from surgery.calibration.data import sample_ids
-from surgery.checkpoint import open_checkpoint
+from surgery.storage import open_checkpoint
 
 LENGTH = 256
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -49,12 +50,16 @@ def test_figures_are_those_of_the_whole_model() -> None:
 
 
 def compare(m: Any, gate: torch.Tensor, h: torch.Tensor, down: torch.Tensor) -> None:
-    """Counts to the few that rounding of another batch size can move across zero; the rest to fp32."""
+    """Counts to the few that rounding of another batch size can move across zero; the rest to
+    fp32.
+    """
     n = gate.numel()
     assert m.tokens == len(gate) and m.product.total == n
     assert (m.active - (gate > 0).sum(0)).abs().sum() <= 1e-5 * n
     assert m.product.zeros == pytest.approx(int((h == 0).sum()), abs=1e-5 * n)
-    torch.testing.assert_close(m.mass, h.abs().double().mean(0) * down.double().norm(dim=0), rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(
+        m.mass, h.abs().double().mean(0) * down.double().norm(dim=0), rtol=1e-3, atol=1e-7
+    )
     seen = h.view(-1, LENGTH - 1, h.shape[1])[:, ::4]  # by the histogram
     for t in (0.65, 0.9):
         assert (seen.abs() < m.product.threshold(t)).double().mean() == pytest.approx(t, abs=0.01)

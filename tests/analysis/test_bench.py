@@ -1,4 +1,6 @@
-"""`surgery bench`: sparsity and bytes are those of the model's own MLPs; what it says follows from what it measured."""
+"""`surgery bench`: sparsity and bytes are those of the model's own MLPs; what it says follows from
+what it measured.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ from models import save_model
 from safetensors.torch import load_file, save_file
 from support import write_llama
 
-from surgery import modeling
 from surgery.analysis import bench as module
 from surgery.analysis.bench import Bench, LayerBench, bench
+from surgery.blocks import block_config, custom_code
 from surgery.calibration.data import Sample
-from surgery.checkpoint import open_checkpoint
 from surgery.cli.bench import bench_command
 from surgery.errors import SurgeryError
 from surgery.families import known
+from surgery.storage import open_checkpoint
 
 IDS = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(1))
 SAMPLE = Sample(input_ids=IDS, source="random", text=False)
@@ -35,25 +37,31 @@ def relu(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "relu", fields={"hidden_act": "relu"}, dtype=torch.float32)
 
 
-def travelling(folder: Path, out: Path, rule: str, activation: str, threshold: float, layers: list[int]) -> Path:
+def travelling(
+    folder: Path, out: Path, rule: str, activation: str, threshold: float, layers: list[int]
+) -> Path:
     """A llama with a sparse block in some layers."""
     config = json.loads((folder / "config.json").read_text()) | {"hidden_act": "silu"}
-    entry = modeling.sparse(known()["llama"], layers, rule=rule, activation=activation)
-    config |= modeling.config_changes(config, [entry])
+    entry = block_config.sparse_entry(known()["llama"], layers, rule=rule, activation=activation)
+    config |= block_config.config_changes(config, [entry])
     tensors = load_file(folder / "model.safetensors")
     for i in layers:
-        names = modeling.sparse_tensors(entry, 32, 64)
-        tensors |= {f"model.layers.{i}.{n}": torch.full(shape, threshold) for n, shape in names.items()}
+        names = block_config.sparse_tensors(entry, 32, 64)
+        tensors |= {
+            f"model.layers.{i}.{n}": torch.full(shape, threshold) for n, shape in names.items()
+        }
     out.mkdir()
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(config))
-    for name, data in modeling.files("llama", ["sparse"]).items():
+    for name, data in custom_code.files("llama", ["sparse"]).items():
         (out / name).write_bytes(data)
     return out
 
 
 def products(folder: Path) -> list[torch.Tensor]:
-    """gate and down's inputs of each layer at the tokens that count, by hooks on the stock class."""
+    """gate and down's inputs of each layer at the tokens that count, by hooks on the stock
+    class.
+    """
     import transformers
 
     model, seen = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), []
@@ -80,9 +88,12 @@ def test_threads_are_put_back(relu: Path) -> None:
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize(("rule", "activation", "threshold"), [("teal", "silu", 0.01), ("drelu", "relu", 0.02)])
-def test_the_code_that_travels_is_what_is_timed(rule: str, activation: str, threshold: float, relu: Path,
-                                                tmp_path: Path) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "activation", "threshold"), [("teal", "silu", 0.01), ("drelu", "relu", 0.02)]
+)
+def test_the_code_that_travels_is_what_is_timed(
+    rule: str, activation: str, threshold: float, relu: Path, tmp_path: Path
+) -> None:
     folder = travelling(relu, tmp_path / "out", rule, activation, threshold, [1])
     dense, sparse = bench(open_checkpoint(folder), SAMPLE).layers
     assert not dense.skips and dense.sparsity == 0 and dense.skipping == dense.dense
@@ -109,12 +120,21 @@ def test_an_mlp_that_is_no_module_is_refused(tmp_path: Path) -> None:
 def a_bench(dense: float, skipping: float, left: float = 0.5) -> Bench:
     layer = LayerBench(index=0, sparsity=0.75, left=left, dense=dense, skipping=skipping, error=0.0)
     other = dataclasses.replace(layer, index=1, left=1.0, skips=False, skipping=dense)
-    return Bench(source="m", model_type="llama", dtype="float32", device="cpu", threads=1, sample=SAMPLE,
-                 layers=(layer, other))  # fmt: skip
+    return Bench(
+        source="m",
+        model_type="llama",
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        sample=SAMPLE,
+        layers=(layer, other),
+    )
 
 
 def test_the_verdict_is_what_was_measured() -> None:
-    assert a_bench(4.0, 6.0).verdict.startswith("no gain at this size and sparsity: skipping runs at 0.80x")
+    assert a_bench(4.0, 6.0).verdict.startswith(
+        "no gain at this size and sparsity: skipping runs at 0.80x"
+    )
     assert a_bench(4.0, 3.9).verdict.startswith("no gain")  # within what timings vary
     assert a_bench(4.0, 2.4).verdict == (
         "skipping makes the MLPs 1.25x as fast as dense; the bytes it leaves out would allow 1.33x"
@@ -122,13 +142,28 @@ def test_the_verdict_is_what_was_measured() -> None:
 
 
 def test_json_and_table(relu: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(relu), "--tokens", "64", "--threads", "1", "--dtype", "fp32", "--device", "cpu"]
+    arguments = [
+        str(relu),
+        "--tokens",
+        "64",
+        "--threads",
+        "1",
+        "--dtype",
+        "fp32",
+        "--device",
+        "cpu",
+    ]
     bench_command.main([*arguments, "--json"], standalone_mode=False)
     printed = json.loads(capsys.readouterr().out)
     assert printed["threads"] == 1 and printed["dtype"] == "float32" and len(printed["layers"]) == 2
     assert printed["speedup"] == pytest.approx(printed["dense_ms"] / printed["skipping_ms"])
-    assert printed["dense_ms"] == pytest.approx(sum(layer["dense_ms"] for layer in printed["layers"]))
+    assert printed["dense_ms"] == pytest.approx(
+        sum(layer["dense_ms"] for layer in printed["layers"])
+    )
     bench_command.main([*arguments, "--quiet"], standalone_mode=False)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(("no gain", "skipping makes")) and "float32 on cpu, 1 threads" in lines[1]
+    assert (
+        lines[0].startswith(("no gain", "skipping makes"))
+        and "float32 on cpu, 1 threads" in lines[1]
+    )
     assert lines[-1].startswith("note: the tokens are random") and max(map(len, lines[2:])) <= 120

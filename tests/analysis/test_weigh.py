@@ -1,4 +1,6 @@
-"""Published figures of published models, from their config.json alone; and the same from names as they are on disk."""
+"""Published figures of published models, from their config.json alone; and the same from names as
+they are on disk.
+"""
 
 import json
 import math
@@ -10,7 +12,6 @@ from click.testing import CliRunner
 
 from surgery.analysis.devices import DEVICES, decode, parse_device
 from surgery.analysis.weigh import BYTES, Weights, shapes_of, weigh
-from surgery.checkpoint import open_checkpoint
 from surgery.cli.inspect import inspect_command
 from surgery.demo import MODEL
 from surgery.errors import SurgeryError, UsageError
@@ -18,6 +19,7 @@ from surgery.families.roles import MLP_ROLES
 from surgery.operations.carve import carve
 from surgery.operations.memory import memory
 from surgery.operations.relufy import relufy
+from surgery.storage import open_checkpoint
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 H100 = DEVICES["h100"]
@@ -46,7 +48,7 @@ def parameters_of_layer(weights: Weights, role: str, index: int = 0) -> int:
     return weights.layers[index].tallies[role].parameters
 
 
-# --- dense models --------------------------------------------------------------------------------------------------
+# --- dense models ---------------------------------------------------------------------------------
 
 
 def test_llama_2_70b_parameters(weights_of):
@@ -54,7 +56,9 @@ def test_llama_2_70b_parameters(weights_of):
     assert parameters_of_layer(w, "attention") == 150_994_944  # 151 M
     assert parameters_of_layer(w, "mlp") == 704_643_072
     layer = w.layers[0].tallies
-    assert layer["mlp"].parameters / sum(t.parameters for t in layer.values()) == pytest.approx(0.82, abs=0.005)
+    assert layer["mlp"].parameters / sum(t.parameters for t in layer.values()) == pytest.approx(
+        0.82, abs=0.005
+    )
     assert w.parameters(*MLP_ROLES) / B == pytest.approx(56.37, abs=0.005)
     assert w.parameters() == 68_976_648_192  # 68.98 B
     assert w.mlp_share == pytest.approx(0.82, abs=0.005)
@@ -100,20 +104,22 @@ def test_a_tied_table_counts_once_and_is_the_head(weights_of):
 
 
 @pytest.mark.skipif(
-    "nemotron_h" not in transformers.CONFIG_MAPPING, reason="transformers 5 has NemotronH, 4.57 does not"
+    "nemotron_h" not in transformers.CONFIG_MAPPING,
+    reason="transformers 5 has NemotronH, 4.57 does not",
 )
 def test_hybrid_layers_are_grouped_by_what_they_hold(weights_of):
     w = weights_of("nemotron-h-8b")
     assert w.parameters() / B == pytest.approx(8.1, abs=0.01)
     held = {
-        next(role for role in group.layers[0].tallies if role != "norms"): len(group.layers) for group in w.groups()
+        next(role for role in group.layers[0].tallies if role != "norms"): len(group.layers)
+        for group in w.groups()
     }
     assert held == {"mixer": 24, "mlp": 24, "attention": 4}
     assert w.layers[1].widths == {"mlp": 21504}
     assert (w.gate, w.activation) == ("none", "relu2")
 
 
-# --- mixtures of experts -------------------------------------------------------------------------------------------
+# --- mixtures of experts --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,7 @@ def test_a_batch_touches_more_experts(weights_of):
     assert decode(w, H100).compute_bound_from == math.ceil(H100.ridge * 4)
 
 
-# --- costs ---------------------------------------------------------------------------------------------------------
+# --- costs ----------------------------------------------------------------------------------------
 
 
 def test_dtype_sets_the_bytes(weights_of):
@@ -181,12 +187,16 @@ def test_dtype_sets_the_bytes(weights_of):
 
 
 def test_context_counts_scores_and_cache(weights_of):
-    """Llama 2 70B at 4,096 positions: 2 products of 64 heads of 128; 8 heads of keys and values in the cache."""
+    """Llama 2 70B at 4,096 positions: 2 products of 64 heads of 128; 8 heads of keys and values in
+    the cache.
+    """
     w = weights_of("llama-2-70b")
     assert w.flops(context=4096) - w.flops() == 80 * 2 * 2 * 64 * 128 * 4096
     assert w.nbytes(batch=3, context=4096) - w.nbytes(batch=3) == 3 * 80 * 2 * 8 * 128 * 4096 * 2
     deepseek = weights_of("deepseek-v3")
-    assert deepseek.nbytes(context=1000) - deepseek.nbytes() == 61 * 576 * 1000 * 2  # the latent of MLA
+    assert (
+        deepseek.nbytes(context=1000) - deepseek.nbytes() == 61 * 576 * 1000 * 2
+    )  # the latent of MLA
     oss = weights_of("gpt-oss-120b")  # every other layer sees 128 positions
     assert oss.flops(context=1000) - oss.flops() == 18 * 4 * 64 * 64 * (1000 + 128)
 
@@ -200,13 +210,17 @@ def test_devices():
         parse_device("h1000")
 
 
-# --- names as they are on disk -------------------------------------------------------------------------------------
+# --- names as they are on disk --------------------------------------------------------------------
 
 
 def mixtral(*, fused: bool) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Mixtral's shapes: three matrices per expert, as its checkpoint has them, or as transformers 5 fuses them."""
+    """Mixtral's shapes: three matrices per expert, as its checkpoint has them, or as transformers 5
+    fuses them.
+    """
     shapes = {
-        n: s for n, s in shapes_of(config_of("mixtral-8x7b-v0.1")).items() if ".mlp." not in n and ".block_" not in n
+        n: s
+        for n, s in shapes_of(config_of("mixtral-8x7b-v0.1")).items()
+        if ".mlp." not in n and ".block_" not in n
     }
     for layer in range(32):
         block = f"model.layers.{layer}.{'mlp' if fused else 'block_sparse_moe'}"
@@ -223,7 +237,9 @@ def mixtral(*, fused: bool) -> dict[str, tuple[tuple[int, ...], str]]:
 
 def test_one_tensor_per_expert_weighs_as_fused_ones(weights_of):
     """And both as the class of the transformers in use, which has one of the two."""
-    split, fused = (weigh(mixtral(fused=fused), config_of("mixtral-8x7b-v0.1")) for fused in (False, True))
+    split, fused = (
+        weigh(mixtral(fused=fused), config_of("mixtral-8x7b-v0.1")) for fused in (False, True)
+    )
     assert split.as_dict() == fused.as_dict() == weights_of("mixtral-8x7b-v0.1").as_dict()
     assert split.layers[0].widths == {"routed_experts": 14336}
 
@@ -240,8 +256,17 @@ def test_mxfp4_blocks_hold_two_parameters_a_byte():
         f"{experts}.down_proj_blocks": ((4, 64, 2, 16), "U8"),
         f"{experts}.down_proj_scales": ((4, 64, 2), "U8"),
     }
-    w = weigh(shapes, {"model_type": "gpt_oss", "hidden_size": 64, "num_hidden_layers": 1, "num_experts_per_tok": 1,
-                       "num_local_experts": 4, "quantization_config": {"quant_method": "mxfp4"}})  # fmt: skip
+    w = weigh(
+        shapes,
+        {
+            "model_type": "gpt_oss",
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 4,
+            "quantization_config": {"quant_method": "mxfp4"},
+        },
+    )
     tally = w.layers[0].tallies["routed_experts"]
     assert tally.matrices == 4 * 3 * 64 * 64
     assert tally.nbytes == tally.matrices * BYTES["mxfp4"] + 4 * 128 * 2
@@ -251,7 +276,10 @@ def test_mxfp4_blocks_hold_two_parameters_a_byte():
 
 def test_multi_token_prediction_and_scales_are_no_parameters_of_a_token():
     """DeepSeek-V3 on disk: fp8 with block scales, and one layer past the last."""
-    shapes = {"model.embed_tokens.weight": ((100, 64), "BF16"), "lm_head.weight": ((100, 64), "BF16")}
+    shapes = {
+        "model.embed_tokens.weight": ((100, 64), "BF16"),
+        "lm_head.weight": ((100, 64), "BF16"),
+    }
     for layer in (0, 1):
         shapes[f"model.layers.{layer}.mlp.up_proj.weight"] = ((256, 64), "F8_E4M3")
         shapes[f"model.layers.{layer}.mlp.up_proj.weight_scale_inv"] = ((2, 1), "F32")
@@ -265,7 +293,9 @@ def test_multi_token_prediction_and_scales_are_no_parameters_of_a_token():
 
 @pytest.mark.parametrize(("shared", "bypass"), [(0, 0), (3, 24)])
 def test_a_mixture_whose_code_travels_is_weighed_by_what_a_token_passes(shared, bypass):
-    """The embedded model, 192 × 512, cut into 16 parts of which 4 are active: a quarter of its MLPs, router and bypass apart."""
+    """The embedded model, 192 × 512, cut into 16 parts of which 4 are active: a quarter of its
+    MLPs, router and bypass apart.
+    """
     source = open_checkpoint(MODEL)
     whole = weigh(source, source.config).parameters("mlp")
     output = carve(source, experts=16, active=4, shared=shared, bypass=bypass)
@@ -284,7 +314,9 @@ def test_a_mixture_whose_code_travels_is_weighed_by_what_a_token_passes(shared, 
 
 
 def test_neurons_that_product_keys_find_are_weighed_in_their_layer():
-    """Of 512 neurons in 23 × 23 slots a token reads 100; query and keys, of 32 and 2 dimensions, are read whole."""
+    """Of 512 neurons in 23 × 23 slots a token reads 100; query and keys, of 32 and 2 dimensions,
+    are read whole.
+    """
     source = open_checkpoint(MODEL)
     output = memory(source, place="replace", layers=[2], find="product-keys", knn=100)
     w = weigh(output, output.config)
@@ -300,7 +332,10 @@ def test_the_activation_is_that_of_the_code_that_travels():
     source = open_checkpoint(MODEL)
     output = relufy(source, activation="fatrelu", threshold=0.1, repair="none")
     assert weigh(source, source.config).gate == "SwiGLU"
-    assert (weigh(output, output.config).activation, weigh(output, output.config).gate) == ("relu", "ReGLU")
+    assert (weigh(output, output.config).activation, weigh(output, output.config).gate) == (
+        "relu",
+        "ReGLU",
+    )
 
 
 def test_an_unknown_family_is_weighed_by_its_names():
@@ -312,7 +347,9 @@ def test_an_unknown_family_is_weighed_by_its_names():
         "transformer.blocks.0.mlp.down_proj.weight": ((64, 256), "F32"),
         "transformer.blocks.0.strange": ((7,), "F32"),
     }
-    w = weigh(shapes, {"model_type": "novel", "d_model": 64, "n_layer": 1, "activation_function": "gelu"})
+    w = weigh(
+        shapes, {"model_type": "novel", "d_model": 64, "n_layer": 1, "activation_function": "gelu"}
+    )
     assert w.roles == ("head", "attention", "mlp", "norms", "other")
     assert (w.gate, w.layers[0].widths) == ("GeGLU", {"mlp": 256})
     assert "strange" in w.notes[0]
@@ -332,25 +369,60 @@ def test_a_config_without_a_class_is_refused():
         shapes_of({"model_type": "novel"})
 
 
-# --- the command ---------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_json_has_the_figures():
-    result = CliRunner().invoke(inspect_command, [str(CONFIGS / "llama-2-70b.json"), "--json", "--batch", "8"])
+    result = CliRunner().invoke(
+        inspect_command, [str(CONFIGS / "llama-2-70b.json"), "--json", "--batch", "8"]
+    )
     found = json.loads(result.stdout)
     assert found["parameters"] == 68_976_648_192
     assert found["roles"]["mlp"]["flops_per_token"] == 2 * 80 * 704_643_072
     assert found["layer_groups"][0]["widths"] == {"mlp": 28672}
-    assert found["decode"]["mlp"]["ms"] == pytest.approx(33.65, abs=0.01)  # still memory-bound at batch 8
+    assert found["decode"]["mlp"]["ms"] == pytest.approx(
+        33.65, abs=0.01
+    )  # still memory-bound at batch 8
     assert found["decode"]["mlp_compute_bound_from_batch"] == 296
 
 
-@pytest.mark.parametrize(("block", "message"), [
-    ([1], "item 0 of surgery_blocks is 1"), ([{"kind": "experts", "layers": [0]}], "no mlp"),
-    ([{"kind": "/etc/passwd", "layers": [0], "mlp": "mlp", "gate": "g", "up": "u", "down": "d"}], "unknown '/etc/passwd'"),
-    ([{"kind": "experts", "layers": [0], "mlp": "mlp", "gate": "g", "up": "u", "down": "d", "experts": 0, "width": 3, "top_k": 1,
-       "shared_neurons": 0}], "experts of surgery_blocks is 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ([1], "item 0 of surgery_blocks is 1"),
+        ([{"kind": "experts", "layers": [0]}], "no mlp"),
+        (
+            [
+                {
+                    "kind": "/etc/passwd",
+                    "layers": [0],
+                    "mlp": "mlp",
+                    "gate": "g",
+                    "up": "u",
+                    "down": "d",
+                }
+            ],
+            "unknown '/etc/passwd'",
+        ),
+        (
+            [
+                {
+                    "kind": "experts",
+                    "layers": [0],
+                    "mlp": "mlp",
+                    "gate": "g",
+                    "up": "u",
+                    "down": "d",
+                    "experts": 0,
+                    "width": 3,
+                    "top_k": 1,
+                    "shared_neurons": 0,
+                }
+            ],
+            "experts of surgery_blocks is 0",
+        ),
+    ],
+)
 def test_blocks_that_nobody_wrote_are_refused(block, message, tmp_path):
     config = json.loads((CONFIGS / "gpt2.json").read_text()) | {"surgery_blocks": block}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -360,16 +432,25 @@ def test_blocks_that_nobody_wrote_are_refused(block, message, tmp_path):
 
 def test_a_folder_with_only_a_config_and_a_plot(tmp_path):
     (tmp_path / "config.json").write_text((CONFIGS / "gpt2.json").read_text())
-    result = CliRunner().invoke(inspect_command, [str(tmp_path), "--plot", str(tmp_path / "weights.png")])
+    result = CliRunner().invoke(
+        inspect_command, [str(tmp_path), "--plot", str(tmp_path / "weights.png")]
+    )
     assert "MLPs hold 46% of the weights" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 100
     assert (tmp_path / "weights.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_checkpoint_is_weighed_from_its_headers(tmp_path):
-    """The same figures from the files that transformers writes as from the config.json it writes beside them."""
+    """The same figures from the files that transformers writes as from the config.json it writes
+    beside them.
+    """
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
     model.save_pretrained(tmp_path)
     from_headers, bare = (

@@ -1,7 +1,7 @@
 """Every count against a direct computation, and merged parts against one pass.
 
-What could break it: bins at the edges and signs of zeros, tokens that do not count next to ones that do, windows across
-them, the order in which parts are merged.
+What could break it: bins at the edges and signs of zeros, tokens that do not count next to ones
+that do, windows across them, the order in which parts are merged.
 """
 
 from __future__ import annotations
@@ -27,13 +27,19 @@ from surgery.calibration.collectors import (
     Reuse,
     Seen,
     edges,
-)  # fmt: skip
+)
 
 B, T, H, F = 6, 40, 8, 12
 COLLECTORS: dict[str, Callable[[], Collector]] = {
-    "product": lambda: Histogram("product"), "gate": lambda: Histogram("gate"), "activity": Activity, "reuse": Reuse,
-    "co-activation": CoActivation, "inputs": Inputs, "collapse": Collapse, "reservoir": Reservoir,
-}  # fmt: skip
+    "product": lambda: Histogram("product"),
+    "gate": lambda: Histogram("gate"),
+    "activity": Activity,
+    "reuse": Reuse,
+    "co-activation": CoActivation,
+    "inputs": Inputs,
+    "collapse": Collapse,
+    "reservoir": Reservoir,
+}
 
 
 def batch(*, masked: bool = True) -> Seen:
@@ -50,8 +56,12 @@ def batch(*, masked: bool = True) -> Seen:
 
 
 def part(seen: Seen, rows: slice) -> Seen:
-    return Seen(mask=seen.mask[rows], sampled=seen.sampled[rows], index=seen.index[rows],
-                taps={n: t[rows] for n, t in seen.taps.items()})  # fmt: skip
+    return Seen(
+        mask=seen.mask[rows],
+        sampled=seen.sampled[rows],
+        index=seen.index[rows],
+        taps={n: t[rows] for n, t in seen.taps.items()},
+    )
 
 
 def counted(make: Callable[[], Collector], *parts: Seen) -> Collector:
@@ -82,12 +92,16 @@ def test_batches_of_any_size_in_any_order(name: str) -> None:
     merged.merge(counted(make, part(seen, slice(0, 1)), part(seen, slice(1, 4))))
     results = [c.result() if isinstance(c, Reservoir) else c.state for c in (once, merged)]
     for key, value in results[0].items():
-        torch.testing.assert_close(value, results[1][key], rtol=1e-6 if value.is_floating_point() else 0, atol=0)
+        torch.testing.assert_close(
+            value, results[1][key], rtol=1e-6 if value.is_floating_point() else 0, atol=0
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_histogram_is_exact_at_its_edges(dtype: torch.dtype) -> None:
-    values = torch.randn(5000, 7, generator=torch.Generator().manual_seed(0)) * torch.logspace(-20, 9, 7)
+    values = torch.randn(5000, 7, generator=torch.Generator().manual_seed(0)) * torch.logspace(
+        -20, 9, 7
+    )
     values = values.to(dtype)
     values[:40], values[0, :2] = 0, torch.tensor([-0.0, math.inf], dtype=dtype)
     seen = batch()
@@ -117,11 +131,16 @@ def test_histogram_of_every_fourth_token() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_zeros_of_the_products_are_counted_in_every_token(dtype: torch.dtype) -> None:
-    """The other products in every fourth: fractions are those of its nonzero ones, and the zeros' share is exact."""
+    """The other products in every fourth: fractions are those of its nonzero ones, and the zeros'
+    share is exact.
+    """
     seen = batch()
     seen.taps = {"product": seen.taps["product"].to(dtype)}
     d = counted(lambda: Histogram("product", 4), seen).result()  # type: ignore[attr-defined]
-    x, some = seen.taps["product"][seen.mask], torch.cat([seen.taps["product"][i, a:b:4] for i, a, b in seen.runs])
+    x, some = (
+        seen.taps["product"][seen.mask],
+        torch.cat([seen.taps["product"][i, a:b:4] for i, a, b in seen.runs]),
+    )
     assert (d.zeros, d.total) == (int((x == 0).sum()), x.numel()) and 0.45 < d.zero < 0.55
     assert d.counts.sum() == (some != 0).sum() < (x != 0).sum()
     share = lambda event: event.sum().item() / (some != 0).sum().item() * (1 - d.zero)  # noqa: E731
@@ -166,21 +185,44 @@ def test_activity() -> None:
     state = counted(Activity, seen).state
     gate, product = seen.taps["gate"][seen.mask], seen.taps["product"][seen.mask]
     assert state["tokens"] == len(gate) == B * (T - 1) - 11
-    assert torch.equal(state["active"], (gate > 0).sum(0)) and torch.equal(state["nonzero"], (product != 0).sum(0))
+    assert torch.equal(state["active"], (gate > 0).sum(0)) and torch.equal(
+        state["nonzero"], (product != 0).sum(0)
+    )
     torch.testing.assert_close(state["magnitude"], product.double().abs().sum(0), rtol=1e-6, atol=0)
 
 
 def test_reuse_token_by_token() -> None:
-    """Sets in Python. Windows start anew behind a token that does not count, and none reaches over one."""
+    """Sets in Python. Windows start anew behind a token that does not count, and none reaches over
+    one.
+    """
     seen = batch()
     state = counted(Reuse, seen).state
-    active = [[set((row > 0).nonzero().flatten().tolist()) if m else None for row, m in zip(rows, mask, strict=True)]
-              for rows, mask in zip(seen.taps["gate"], seen.mask.tolist(), strict=True)]  # fmt: skip
-    pairs = [(a, b) for row in active for a, b in itertools.pairwise(row) if a is not None and b is not None]
-    assert state["shared"] == sum(len(a & b) for a, b in pairs) and state["after"] == sum(len(b) for _, b in pairs)
-    runs = [list(run) for row in active for kept, run in itertools.groupby(row, lambda a: a is not None) if kept]
+    active = [
+        [
+            set((row > 0).nonzero().flatten().tolist()) if m else None
+            for row, m in zip(rows, mask, strict=True)
+        ]
+        for rows, mask in zip(seen.taps["gate"], seen.mask.tolist(), strict=True)
+    ]
+    pairs = [
+        (a, b)
+        for row in active
+        for a, b in itertools.pairwise(row)
+        if a is not None and b is not None
+    ]
+    assert state["shared"] == sum(len(a & b) for a, b in pairs) and state["after"] == sum(
+        len(b) for _, b in pairs
+    )
+    runs = [
+        list(run)
+        for row in active
+        for kept, run in itertools.groupby(row, lambda a: a is not None)
+        if kept
+    ]
     assert len(runs) == B + 1
-    for w, union, windows in zip(WINDOWS, state["union"].tolist(), state["windows"].tolist(), strict=True):
+    for w, union, windows in zip(
+        WINDOWS, state["union"].tolist(), state["windows"].tolist(), strict=True
+    ):
         found = [run[i : i + w] for run in runs for i in range(0, len(run) - w + 1, w)]
         assert windows == len(found) and union == sum(len(set().union(*f)) for f in found), w  # type: ignore[arg-type]
 
@@ -202,7 +244,9 @@ def test_inputs() -> None:
 
 
 def test_collapse() -> None:
-    """The mean over the tokens is the best rank-1 approximation of the form 1·x̄ᵀ; equal tokens leave nothing."""
+    """The mean over the tokens is the best rank-1 approximation of the form 1·x̄ᵀ; equal tokens
+    leave nothing.
+    """
     seen = batch()
     ratios = []
     for x, mask in zip(seen.taps["hidden"], seen.mask, strict=True):
@@ -223,7 +267,9 @@ def test_reservoir_keeps_the_sampled_tokens() -> None:
 
 
 def test_expert_reservoir_keeps_the_rows_of_the_sampled_tokens() -> None:
-    """Rows come by expert, and in each by token; half a batch first, so that merging must not change the order."""
+    """Rows come by expert, and in each by token; half a batch first, so that merging must not
+    change the order.
+    """
     draw, k, experts = torch.Generator().manual_seed(0), 2, 4
 
     def routed(seen: Seen) -> Seen:
@@ -239,6 +285,11 @@ def test_expert_reservoir_keeps_the_rows_of_the_sampled_tokens() -> None:
     parts = [routed(part(seen, rows)) for rows in (slice(3, 6), slice(0, 3))]
     rows = counted(ExpertReservoir, *parts).result()  # type: ignore[attr-defined]
     sent = {int(i): s for p in parts for i, s in zip(p.index[p.mask], p.selected, strict=True)}  # type: ignore[arg-type]
-    expected = [(e, x[j] * (e + 1)) for e in range(experts) for j, i in enumerate(index.tolist()) if e in sent[i]]
+    expected = [
+        (e, x[j] * (e + 1))
+        for e in range(experts)
+        for j, i in enumerate(index.tolist())
+        if e in sent[i]
+    ]
     assert rows["expert"].tolist() == [e for e, _ in expected]
     assert torch.equal(rows["product"], torch.stack([row for _, row in expected]))

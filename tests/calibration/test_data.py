@@ -10,8 +10,8 @@ import transformers
 
 from surgery import demo
 from surgery.calibration.data import sample_ids
-from surgery.checkpoint import open_checkpoint
 from surgery.errors import SurgeryError
+from surgery.storage import open_checkpoint
 
 DEMO = Path(demo.__file__).parent / "model"
 
@@ -19,9 +19,15 @@ DEMO = Path(demo.__file__).parent / "model"
 def test_windows_of_the_text_each_behind_bos() -> None:
     s = sample_ids(open_checkpoint(DEMO), tokens=300, sequence_length=100)
     tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
-    assert tuple(s.input_ids.shape) == (3, 101) and s.input_ids[:, 0].tolist() == [tokenizer.bos_token_id] * 3
+    assert (
+        tuple(s.input_ids.shape) == (3, 101)
+        and s.input_ids[:, 0].tolist() == [tokenizer.bos_token_id] * 3
+    )
     text = (Path(demo.__file__).parent / "text" / "evaluation.txt").read_text("utf-8")
-    assert s.input_ids[:, 1:].flatten().tolist() == tokenizer(text, add_special_tokens=False).input_ids[:300]
+    assert (
+        s.input_ids[:, 1:].flatten().tolist()
+        == tokenizer(text, add_special_tokens=False).input_ids[:300]
+    )
     assert s.text and s.source == "built-in evaluation text"
     other = sample_ids(open_checkpoint(DEMO), tokens=300, sequence_length=100, split="calibration")
     assert s.sha256 != other.sha256
@@ -45,13 +51,17 @@ def test_the_mask_leaves_bos_out() -> None:
 def test_folders_and_lines_of_json(tmp_path: Path) -> None:
     """In the order of their names; other files are not read."""
     (tmp_path / "b").mkdir()
-    (tmp_path / "a.jsonl").write_text('{"text": "One two three."}\n\n{"text": "Four five.", "id": 7}\n')
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "One two three."}\n\n{"text": "Four five.", "id": 7}\n'
+    )
     (tmp_path / "b" / "c.md").write_text("Six seven.")
     (tmp_path / "0.bin").write_bytes(b"\xff")
     checkpoint, tokenizer = open_checkpoint(DEMO), transformers.AutoTokenizer.from_pretrained(DEMO)
     s = sample_ids(checkpoint, tokens=10**6, sequence_length=1, file=tmp_path)
     texts = ["One two three.\n\n", "Four five.\n\n", "Six seven."]
-    assert s.input_ids[:, 1].tolist() == [i for t in texts for i in tokenizer(t, add_special_tokens=False).input_ids]
+    assert s.input_ids[:, 1].tolist() == [
+        i for t in texts for i in tokenizer(t, add_special_tokens=False).input_ids
+    ]
     assert s.source == tmp_path.name
     (tmp_path / "a.jsonl").write_text('{"content": "One two three."}\n')
     with pytest.raises(SurgeryError, match=r"a\.jsonl has a line without \"text\""):
@@ -65,7 +75,9 @@ def test_only_as_much_is_read_as_is_needed(tmp_path: Path) -> None:
     """The second file is no text, and is never reached."""
     (tmp_path / "a.txt").write_text("One two three four five six seven eight nine ten. " * 20)
     (tmp_path / "b.txt").write_bytes(b"\xff")
-    assert sample_ids(open_checkpoint(DEMO), tokens=100, sequence_length=50, file=tmp_path).input_ids.shape == (2, 51)
+    assert sample_ids(
+        open_checkpoint(DEMO), tokens=100, sequence_length=50, file=tmp_path
+    ).input_ids.shape == (2, 51)
 
 
 def test_data_sets_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +90,9 @@ def test_data_sets_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     once = tokenizer("One two three.\n\n", add_special_tokens=False).input_ids
     assert s.input_ids[:, 1:].flatten().tolist() == (once * 60)[:60]
     with pytest.raises(SurgeryError, match="cannot read the data set"):
-        sample_ids(open_checkpoint(DEMO), tokens=60, sequence_length=20, dataset=str(tmp_path / "none"))
+        sample_ids(
+            open_checkpoint(DEMO), tokens=60, sequence_length=20, dataset=str(tmp_path / "none")
+        )
 
 
 def test_without_datasets_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +117,14 @@ def test_random_ids_without_a_tokenizer(tmp_path: Path) -> None:
     s = sample_ids(checkpoint.replace(files=()), tokens=2000, sequence_length=100)
     assert not s.text and s.source == "random ids, seed 0 (the checkpoint has no tokenizer)"
     assert tuple(s.input_ids.shape) == (20, 100) and 3500 < s.input_ids.max() < 4096
-    assert s.sha256 == sample_ids(checkpoint.replace(files=()), tokens=2000, sequence_length=100).sha256
-    assert s.sha256 != sample_ids(checkpoint.replace(files=()), tokens=2000, sequence_length=100, seed=1).sha256
+    assert (
+        s.sha256
+        == sample_ids(checkpoint.replace(files=()), tokens=2000, sequence_length=100).sha256
+    )
+    assert (
+        s.sha256
+        != sample_ids(checkpoint.replace(files=()), tokens=2000, sequence_length=100, seed=1).sha256
+    )
 
 
 def test_a_tokenizer_that_does_not_load_is_said(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The text that a model writes itself is a sample of its own distribution, and stands between the other text."""
+"""The text that a model writes itself is a sample of its own distribution, and stands between the
+other text.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,16 @@ import transformers
 from surgery import demo
 from surgery.calibration.generate import generate
 from surgery.calibration.settings import Calibration
-from surgery.checkpoint import open_checkpoint
 from surgery.errors import UsageError
+from surgery.storage import open_checkpoint
 
 DEMO = Path(demo.__file__).parent / "model"
 
 
 def test_ids_are_those_of_the_stock_model() -> None:
-    """Sampled by hand from the stock model with the same random numbers: temperature 1, nothing cut off, no end."""
+    """Sampled by hand from the stock model with the same random numbers: temperature 1, nothing cut
+    off, no end.
+    """
     ids = generate(open_checkpoint(DEMO), sequences=2, length=24)
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     own, expected = torch.full((2, 1), model.config.bos_token_id), []
@@ -36,7 +40,11 @@ def test_a_quarter_by_the_model_evenly_between_the_text() -> None:
     source = open_checkpoint(DEMO)
     mixed = Calibration(tokens=256, sequence_length=32, generated=0.25).sample(source)
     text = Calibration(tokens=192, sequence_length=32).sample(source)
-    own = [i for i, row in enumerate(mixed.input_ids) if not any(torch.equal(row, t) for t in text.input_ids)]
+    own = [
+        i
+        for i, row in enumerate(mixed.input_ids)
+        if not any(torch.equal(row, t) for t in text.input_ids)
+    ]
     assert tuple(mixed.input_ids.shape) == (8, 33) and own == [2, 6]
     assert set(mixed.input_ids[:, 0].tolist()) == set(text.input_ids[:, 0].tolist())
     assert mixed.source == "built-in repair text, and 2 of 8 sequences by the model itself"

@@ -1,7 +1,8 @@
 """What the taps show is what hooks on the whole stock model show, bit for bit, in every family.
 
-What could break it: gate and up in one matrix, weights that are transposed, an MLP without a module of its own, an
-output that the layer adds to in place, modules that transformers 5 renamed, experts that it fused.
+What could break it: gate and up in one matrix, weights that are transposed, an MLP without a module
+of its own, an output that the layer adds to in place, modules that transformers 5 renamed, experts
+that it fused.
 """
 
 from __future__ import annotations
@@ -19,30 +20,69 @@ from surgery.calibration.collectors import Seen
 from surgery.calibration.data import Sample
 from surgery.calibration.observe import tapped
 from surgery.calibration.walk import Walk
-from surgery.checkpoint import Checkpoint, make_plan, open_checkpoint, write
+from surgery.checkpoint import Checkpoint, make_plan
 from surgery.operations.upcycle import upcycle
+from surgery.storage import open_checkpoint, write
 
 # Where a stock layer has gate, up and down; the rest is as in llama.
 PLACES = {
-    "gpt2": (None, "mlp.c_fc", "mlp.c_proj"), "opt": (None, "fc1", "fc2"), "nemotron": (None, "mlp.up_proj", "mlp.down_proj"),
-    "gpt_neox": (None, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"), "falcon": (None, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+    "gpt2": (None, "mlp.c_fc", "mlp.c_proj"),
+    "opt": (None, "fc1", "fc2"),
+    "nemotron": (None, "mlp.up_proj", "mlp.down_proj"),
+    "gpt_neox": (None, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+    "falcon": (None, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
     "phi3": ("mlp.gate_up_proj", "mlp.gate_up_proj", "mlp.down_proj"),
-}  # fmt: skip
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3",
-            "gpt2", "opt", "gpt_neox", "falcon", "nemotron")  # fmt: skip
+}
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "granite",
+    "olmo2",
+    "smollm3",
+    "gpt2",
+    "opt",
+    "gpt_neox",
+    "falcon",
+    "nemotron",
+)
 IDS = sample_ids()
-SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
-         "eos_token_id": 2, "initializer_range": 0.2}  # fmt: skip
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
-                  "mlp_only_layers": [1]},
-    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-                  "shared_expert_intermediate_size": 40},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
-}  # fmt: skip
+}
 
 
 SAMPLE = Sample(input_ids=IDS, source="test", text=False)
@@ -63,12 +103,18 @@ def seen_by_walk(checkpoint: Checkpoint) -> list[dict[str, torch.Tensor]]:
 
 def seen_by_hooks(model: Any, places: tuple[str | None, str, str]) -> list[dict[str, torch.Tensor]]:
     """The same from hooks on the whole model."""
-    layers = next(m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) == LAYERS)
+    layers = next(
+        m
+        for n, m in model.named_modules()
+        if isinstance(m, torch.nn.ModuleList) and len(m) == LAYERS
+    )
     found: list[dict[str, torch.Tensor]] = [{} for _ in layers]
     gate, up, down = places
     for layer, into in zip(layers, found, strict=True):
 
-        def hook(path: str, name: str, of_input: bool, layer: Any = layer, into: Any = into) -> None:
+        def hook(
+            path: str, name: str, of_input: bool, layer: Any = layer, into: Any = into
+        ) -> None:
             def keep(module: Any, inputs: Any, output: Any) -> None:
                 into[name] = (inputs[0] if of_input else output).reshape(*IDS.shape, -1).clone()
 
@@ -81,7 +127,9 @@ def seen_by_hooks(model: Any, places: tuple[str | None, str, str]) -> list[dict[
         if gate and gate != up:
             hook(gate, "gate", False)
         layer.register_forward_hook(
-            lambda m, i, out, into=into: into.update(hidden=out[0] if isinstance(out, tuple) else out)
+            lambda m, i, out, into=into: into.update(
+                hidden=out[0] if isinstance(out, tuple) else out
+            )
         )
     with torch.no_grad():
         model(IDS)
@@ -96,7 +144,9 @@ def test_taps_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
     assert name in MODELS
     save_model(name, tmp_path)
     model, _ = load(tmp_path)
-    expected = seen_by_hooks(model, PLACES.get(name, ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")))
+    expected = seen_by_hooks(
+        model, PLACES.get(name, ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
+    )
     got = seen_by_walk(open_checkpoint(tmp_path))
     for layer, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert a.keys() == b.keys() and {"input", "gate", "product", "output", "hidden"} <= a.keys()
@@ -124,9 +174,13 @@ def after_first(rows: torch.Tensor) -> torch.Tensor:
 
 
 def check_routers(folder: Path, checkpoint: Checkpoint | None = None) -> None:
-    """Load, entropy and firing against the whole model, run eagerly with hooks on the experts' activations."""
+    """Load, entropy and firing against the whole model, run eagerly with hooks on the experts'
+    activations.
+    """
     model, _ = load(folder)
-    found = [layer.router for layer in analyze(checkpoint or open_checkpoint(folder), SAMPLE).layers]
+    found = [
+        layer.router for layer in analyze(checkpoint or open_checkpoint(folder), SAMPLE).layers
+    ]
     with torch.no_grad():
         logits = model(IDS, output_router_logits=True).router_logits
     routers = [r for r in found if r]
@@ -142,12 +196,16 @@ def check_routers(folder: Path, checkpoint: Checkpoint | None = None) -> None:
                 and router.product
                 and router.product.total == router.load.sum() * router.active.shape[1]
             )
-            assert router.active.sum().item() == pytest.approx(router.gate.positive * router.gate.total)  # type: ignore[union-attr]
+            assert router.active.sum().item() == pytest.approx(
+                router.gate.positive * router.gate.total
+            )  # type: ignore[union-attr]
 
 
 def test_firing_of_each_expert(tmp_path: Path) -> None:
     """Against a direct computation from the tensors on disk."""
-    save_config(transformers.AutoConfig.for_model("mixtral", **SIZES, **MIXTURES["mixtral"]), tmp_path)
+    save_config(
+        transformers.AutoConfig.for_model("mixtral", **SIZES, **MIXTURES["mixtral"]), tmp_path
+    )
     checkpoint = open_checkpoint(tmp_path)
     model, _ = load(tmp_path)
     inputs: list[torch.Tensor] = []
@@ -172,7 +230,9 @@ def test_layers_that_are_not_routed_and_shared_experts_are_seen_as_mlps(tmp_path
         ("qwen3_moe", [(None, 4), ("mlp", None), (None, 4)]),
         ("qwen2_moe", [("shared expert", 4)] * 3),
     ):
-        save_config(transformers.AutoConfig.for_model(name, **SIZES, **MIXTURES[name]), tmp_path / name)
+        save_config(
+            transformers.AutoConfig.for_model(name, **SIZES, **MIXTURES[name]), tmp_path / name
+        )
         layers = analyze(open_checkpoint(tmp_path / name), SAMPLE).layers
         assert [(x.mlp and x.mlp.part, x.router and x.router.experts) for x in layers] == parts
     assert layers[0].mlp and layers[0].mlp.width == 40
@@ -192,8 +252,12 @@ def test_router_load_of_a_block_that_travels(tmp_path: Path) -> None:
     for layer in walk:
         if layer.index != 1:
             router = layer.module.mlp.router
-            router.register_forward_hook(lambda m, i, out: found.append(after_first(i[0].detach()) @ m.weight.T))
+            router.register_forward_hook(
+                lambda m, i, out: found.append(after_first(i[0].detach()) @ m.weight.T)
+            )
         layer.run()
     for layer, logits in zip((layers[0], layers[2]), found, strict=True):
         assert layer.router and layer.router.top_k == 2 and layer.router.active is None
-        assert torch.equal(layer.router.load, torch.bincount(logits.topk(2).indices.flatten(), minlength=4))
+        assert torch.equal(
+            layer.router.load, torch.bincount(logits.topk(2).indices.flatten(), minlength=4)
+        )

@@ -1,4 +1,6 @@
-"""What is fetched ahead is what would have been read. On a CPU: the same thread, without pinned memory and streams."""
+"""What is fetched ahead is what would have been read. On a CPU: the same thread, without pinned
+memory and streams.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from models import sample_ids, save_model
 
 from surgery.calibration.prefetch import Prefetch
 from surgery.calibration.walk import Walk
-from surgery.checkpoint import constant, open_checkpoint
+from surgery.checkpoint import constant
+from surgery.storage import open_checkpoint
 
 
 def test_values_are_those_on_disk(tmp_path: Path) -> None:
@@ -20,7 +23,10 @@ def test_values_are_those_on_disk(tmp_path: Path) -> None:
     ahead.start(tensors)
     taken = ahead.take(tensors)
     assert taken.keys() == tensors.keys() and ahead.coming == {}
-    assert all(t.recipe == "prefetched" and torch.equal(t.read(), tensors[n].read()) for n, t in taken.items())
+    assert all(
+        t.recipe == "prefetched" and torch.equal(t.read(), tensors[n].read())
+        for n, t in taken.items()
+    )
 
 
 def test_other_weights_of_the_same_name_are_not_what_was_begun(tmp_path: Path) -> None:

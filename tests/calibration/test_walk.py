@@ -1,7 +1,9 @@
-"""The walk is the stock forward pass, bit for bit: the layers run with the arguments that the stock body gives them.
+"""The walk is the stock forward pass, bit for bit: the layers run with the arguments that the stock
+body gives them.
 
-What could break it: a mask that differs by layer (sliding windows), a layer that returns a tuple, embeddings that are
-scaled, positions that are learned, experts that the loader fuses, heads that are tied or soft-capped.
+What could break it: a mask that differs by layer (sliding windows), a layer that returns a tuple,
+embeddings that are scaled, positions that are learned, experts that the loader fuses, heads that
+are tied or soft-capped.
 """
 
 from __future__ import annotations
@@ -16,16 +18,36 @@ import transformers
 
 from surgery.calibration import stock, walk
 from surgery.calibration.walk import Walk
-from surgery.checkpoint import Checkpoint, open_checkpoint
+from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError
 from surgery.families import Family
 from surgery.families.dense import DENSE
+from surgery.storage import open_checkpoint
 
-COMMON = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-          "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0}  # fmt: skip
-GEMMA = {**COMMON, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "initializer_range": 0.2}
+COMMON = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+GEMMA = {
+    **COMMON,
+    "head_dim": 8,
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 8,
+    "initializer_range": 0.2,
+}
 OLD = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 4, "norm_topk_prob": True}
+MOE = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "norm_topk_prob": True,
+}
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -34,19 +56,31 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "qwen3": {"head_dim": 16},
     "mistral": {"sliding_window": 8},
-    "gemma2": {**GEMMA, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 0.5, "layer_types": LAYERS},
+    "gemma2": {
+        **GEMMA,
+        "final_logit_softcapping": 3.0,
+        "attn_logit_softcapping": 0.5,
+        "layer_types": LAYERS,
+    },
     "gemma3_text": {**GEMMA, "layer_types": LAYERS, "rope_local_base_freq": 100.0},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.3},
     "olmo2": {},
     "phi3": {"sliding_window": 8},
     "gpt2": {**OLD, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128},
-    "opt": {**OLD, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-            "word_embed_proj_dim": 16, "max_position_embeddings": 128},
+    "opt": {
+        **OLD,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 16,
+        "max_position_embeddings": 128,
+    },
     "gpt_neox": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 24},
     "qwen3_moe": {**MOE, "head_dim": 16, "mlp_only_layers": [1]},
-}  # fmt: skip
+}
 
 
 def save_model(name: str, folder: Path, **changes: Any) -> Any:
@@ -54,19 +88,27 @@ def save_model(name: str, folder: Path, **changes: Any) -> Any:
     torch.manual_seed(0)
     model_type = name.split()[0]
     options = MODELS[name] if model_type in ("gpt2", "opt") else {**COMMON, **MODELS[name]}
-    config = transformers.AutoConfig.for_model(model_type, **{"initializer_range": 0.2, **options, **changes})
+    config = transformers.AutoConfig.for_model(
+        model_type, **{"initializer_range": 0.2, **options, **changes}
+    )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for p in model.parameters():
-        if p.ndim == 1:  # norms at their initial 1 and biases at 0 would hide a tensor that was not loaded
+        if (
+            p.ndim == 1
+        ):  # norms at their initial 1 and biases at 0 would hide a tensor that was not loaded
             torch.nn.init.normal_(p, p.mean().item(), 0.1)
     model.save_pretrained(folder)
     return load_stock(folder)
 
 
 def load_stock(folder: Path) -> Any:
-    capped = getattr(transformers.AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None)
+    capped = getattr(
+        transformers.AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None
+    )
     options = {"attn_implementation": "eager"} if capped else {}
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, **options
+    ).eval()
 
 
 def ids_of(rows: int, length: int, vocab_size: int = 61) -> torch.Tensor:
@@ -76,7 +118,9 @@ def ids_of(rows: int, length: int, vocab_size: int = 61) -> torch.Tensor:
 def whole_logits(w: Walk) -> torch.Tensor:
     """Every chunk put where it says it stands."""
     chunks = list(w.logits())
-    out = torch.full((sum(len(h) for h in w.hidden), w.hidden[0].shape[1], chunks[0][1].shape[-1]), torch.nan)
+    out = torch.full(
+        (sum(len(h) for h in w.hidden), w.hidden[0].shape[1], chunks[0][1].shape[-1]), torch.nan
+    )
     for where, logits in chunks:
         out[where] = logits
     return out
@@ -95,7 +139,9 @@ def test_walk_is_the_stock_forward_pass(name: str, tmp_path: Path) -> None:
     model, ids = save_model(name, tmp_path), ids_of(2, 40)
     w = walked(open_checkpoint(tmp_path), ids)
     assert torch.equal(whole_logits(w), model(ids).logits)
-    assert not [n for n, p in w.model.named_parameters() if not p.is_meta]  # nothing stays in memory
+    assert not [
+        n for n, p in w.model.named_parameters() if not p.is_meta
+    ]  # nothing stays in memory
 
 
 @torch.no_grad()
@@ -107,8 +153,12 @@ def test_hidden_states_are_those_between_the_stock_layers(tmp_path: Path) -> Non
 
 
 @torch.no_grad()
-def test_batches_and_chunks_of_positions_change_nothing_but_rounding(tmp_path: Path, monkeypatch: Any) -> None:
-    """5 rows in batches of 2 leave a batch of another shape; 7 positions a chunk do not divide 40."""
+def test_batches_and_chunks_of_positions_change_nothing_but_rounding(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """5 rows in batches of 2 leave a batch of another shape; 7 positions a chunk do not divide
+    40.
+    """
     model, ids = save_model("mistral", tmp_path), ids_of(5, 40)
     monkeypatch.setattr(walk, "CHUNK_LOGITS", 7 * 2 * 61)
     w = walked(open_checkpoint(tmp_path), ids, batch_size=2)
@@ -119,7 +169,9 @@ def test_batches_and_chunks_of_positions_change_nothing_but_rounding(tmp_path: P
 
 @torch.no_grad()
 def test_hidden_states_beyond_the_budget_lie_in_a_file(tmp_path: Path, monkeypatch: Any) -> None:
-    """Two of three batches do; the file has no name any more, and a fork from what was kept still works."""
+    """Two of three batches do; the file has no name any more, and a fork from what was kept still
+    works.
+    """
     model, ids = save_model("gemma2", tmp_path / "model"), ids_of(5, 40)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     one_batch = 2 * 40 * 32 * 4
@@ -172,7 +224,9 @@ def test_a_fork_goes_on_from_kept_hidden_states(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_masks_are_kept_once(tmp_path: Path) -> None:
-    """Ten batches of one shape and the sliding layers among them share one mask; else memory grows as batches x T²."""
+    """Ten batches of one shape and the sliding layers among them share one mask; else memory grows
+    as batches x T².
+    """
     save_model("gemma3_text", tmp_path)
     w = Walk(open_checkpoint(tmp_path), ids_of(10, 40), batch_size=1)
     masks = {id(kwargs["attention_mask"]) for i in (0, 2) for _, kwargs in w.arguments[i]}
@@ -195,11 +249,23 @@ def test_base_model_names_load(tmp_path: Path) -> None:
 def test_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     """The vision tower has a list of as many layers, and its weights are not read."""
     torch.manual_seed(0)
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
-              "image_size": 28, "patch_size": 14}  # fmt: skip
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     text = {**GEMMA, "layer_types": LAYERS}
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4,
-                                       image_token_index=60, boi_token_index=59, eoi_token_index=58)  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=60,
+        boi_token_index=59,
+        eoi_token_index=58,
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     checkpoint, ids = open_checkpoint(tmp_path), ids_of(2, 40, 58)
     model = load_stock(tmp_path)
@@ -210,11 +276,15 @@ def test_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_names_of_a_stock_checkpoint_agree(name: str, tmp_path: Path) -> None:
     save_model(name, tmp_path)
-    assert stock.check_names(open_checkpoint(tmp_path)) == stock.NameReport(missing=(), unexpected=(), mismatched=())
+    assert stock.check_names(open_checkpoint(tmp_path)) == stock.NameReport(
+        missing=(), unexpected=(), mismatched=()
+    )
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
-    """transformers 5 fuses the seven others into a tensor of the wrong shape, and says no name is missing."""
+    """transformers 5 fuses the seven others into a tensor of the wrong shape, and says no name is
+    missing.
+    """
     save_model("mixtral", tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     tensors = dict(checkpoint.tensors)
@@ -227,8 +297,12 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     name = "model.layers.1.mlp.up_proj.weight"
-    wrong = checkpoint.replace(tensors={**checkpoint.tensors, name: checkpoint.tensors[name].rows(0, 40)})
-    assert stock.check_names(wrong).mismatched == (f"{name}: (40, 32) on disk, (48, 32) in the class",)
+    wrong = checkpoint.replace(
+        tensors={**checkpoint.tensors, name: checkpoint.tensors[name].rows(0, 40)}
+    )
+    assert stock.check_names(wrong).mismatched == (
+        f"{name}: (40, 32) on disk, (48, 32) in the class",
+    )
     with pytest.raises(SurgeryError, match=r"up_proj.weight: \(40, 32\) on disk"):
         walked(wrong, ids_of(1, 8))
 
@@ -261,15 +335,24 @@ class TwinForCausalLM(LlamaForCausalLM):
 
 @torch.no_grad()
 def test_a_checkpoint_with_its_own_code(tmp_path: Path, monkeypatch: Any) -> None:
-    """Its files are read from the checkpoint, wherever that is; its forward is the one that runs."""
+    """Its files are read from the checkpoint, wherever that is; its forward is the one that
+    runs.
+    """
     monkeypatch.setitem(DENSE, "twin", Family(model_type="twin"))
     folder, ids = tmp_path / "model", ids_of(2, 40)
     logits = save_model("llama", folder)(ids).logits
     config = json.loads((folder / "config.json").read_text())
-    code = {"AutoConfig": "configuration_twin.TwinConfig", "AutoModelForCausalLM": "modeling_twin.TwinForCausalLM"}
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "twin", "auto_map": code}))
+    code = {
+        "AutoConfig": "configuration_twin.TwinConfig",
+        "AutoModelForCausalLM": "modeling_twin.TwinForCausalLM",
+    }
+    (folder / "config.json").write_text(
+        json.dumps({**config, "model_type": "twin", "auto_map": code})
+    )
     (folder / "configuration_twin.py").write_text(CONFIGURATION)
     (folder / "modeling_twin.py").write_text(MODELING)
     checkpoint = open_checkpoint(folder)
-    assert stock.check_names(checkpoint) == stock.NameReport(missing=(), unexpected=(), mismatched=())
+    assert stock.check_names(checkpoint) == stock.NameReport(
+        missing=(), unexpected=(), mismatched=()
+    )
     assert torch.equal(whole_logits(walked(checkpoint, ids)), 2 * logits)

@@ -1,4 +1,6 @@
-"""safetensors headers: ours and the library's are the same format, and a hostile one is one clear error."""
+"""safetensors headers: ours and the library's are the same format, and a hostile one is one clear
+error.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from surgery.checkpoint import Checkpoint, LazyTensor, Source, make_plan, natural_key, write
-from surgery.checkpoint.files import LocalFile
+from surgery.checkpoint import Checkpoint, LazyTensor, Source, make_plan, natural_key
 from surgery.checkpoint.header import FIRST_READ, read_header
 from surgery.errors import SurgeryError
+from surgery.storage import write
+from surgery.storage.files import LocalFile
 
 VALUES = {
-    "odd": torch.tensor([1.5, -2.0, 3.0], dtype=torch.bfloat16),  # 6 bytes: what follows is not aligned for fp32
+    "odd": torch.tensor(
+        [1.5, -2.0, 3.0], dtype=torch.bfloat16
+    ),  # 6 bytes: what follows is not aligned for fp32
     "after": torch.tensor([[1e-3, -7.0]], dtype=torch.float32),
     "half": torch.tensor([0.1, 65504.0, -0.0], dtype=torch.float16),
     "double": torch.tensor([3.141592653589793], dtype=torch.float64),
@@ -48,7 +53,9 @@ def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
 
 
 def test_the_librarys_files_read_equal(tmp_path: Path) -> None:
-    """Every dtype, an empty tensor and a scalar: a wrong base offset or element size would shift the bits."""
+    """Every dtype, an empty tensor and a scalar: a wrong base offset or element size would shift
+    the bits.
+    """
     save_file(VALUES, tmp_path / "x.safetensors", metadata={"any": "thing"})
     found = read(tmp_path / "x.safetensors")
     assert set(found) == set(VALUES)
@@ -57,9 +64,13 @@ def test_the_librarys_files_read_equal(tmp_path: Path) -> None:
 
 
 def test_the_library_reads_our_files_equal(tmp_path: Path) -> None:
-    """Offsets that do not fit an element make torch refuse the view: wide dtypes must come first in a shard."""
+    """Offsets that do not fit an element make torch refuse the view: wide dtypes must come first in
+    a shard.
+    """
     save_file(VALUES, tmp_path / "x.safetensors")
-    checkpoint = Checkpoint(config={}, tensors=read(tmp_path / "x.safetensors"), source=Source(location="x"))
+    checkpoint = Checkpoint(
+        config={}, tensors=read(tmp_path / "x.safetensors"), source=Source(location="x")
+    )
     write(make_plan(checkpoint, 10**6), tmp_path / "out", source=checkpoint)
     ours = tmp_path / "out" / "model.safetensors"
     for name, value in load_file(ours).items():
@@ -111,34 +122,48 @@ HOSTILE = {
     "an unknown dtype": (file_of({"a": entry("F4")}, 8), "'F4'"),
     "a dtype that is a list": (file_of({"a": entry(["F32"])}, 8), "malformed"),
     "another dtype than its bytes": (file_of({"a": entry("F64")}, 8), "does not fit"),
-    "data past the end": (file_of({"a": entry(shape=[2000], offsets=[0, 8000])}, 8), "does not fit"),
+    "data past the end": (
+        file_of({"a": entry(shape=[2000], offsets=[0, 8000])}, 8),
+        "does not fit",
+    ),
     "tensors that overlap": (file_of({"a": entry(), "b": entry(offsets=[4, 12])}, 12), "overlap"),
     "the same bytes twice": (file_of({"a": entry(), "b": entry()}, 8), "overlap"),
     "a hole": (file_of({"a": entry(), "b": entry(offsets=[12, 20])}, 20), "hole"),
     "a hole at the start": (file_of({"a": entry(offsets=[4, 12])}, 12), "hole"),
     "bytes that nothing describes": (file_of({"a": entry()}, 9), "describes"),
     "a name that moves the cursor": (file_of({"\x1b[2J": entry()}, 8), "malformed"),
-    "half a surrogate pair as name": (file_of(b'{"\\ud800": {"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', 8), "malformed"),
+    "half a surrogate pair as name": (
+        file_of(b'{"\\ud800": {"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', 8),
+        "malformed",
+    ),
     "a name of a megabyte": (file_of({"a" * 10**6: entry("F4")}, 8), "malformed"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_header_is_one_error(kind: str, tmp_path: Path) -> None:
-    """It names the file and what is wrong, in a line that fits a screen, and does not allocate what it is told to."""
+    """It names the file and what is wrong, in a line that fits a screen, and does not allocate what
+    it is told to.
+    """
     data, word = HOSTILE[kind]
     path = tmp_path / "bad.safetensors"
     path.write_bytes(data)
     with pytest.raises(SurgeryError) as caught:
         read(path)
-    assert word in caught.value.message and "bad.safetensors" in caught.value.message and caught.value.hint
+    assert (
+        word in caught.value.message
+        and "bad.safetensors" in caught.value.message
+        and caught.value.hint
+    )
     assert len(caught.value.message) < 500 and caught.value.message.isprintable()
 
 
 def test_mutated_headers_raise_only_surgery_errors(tmp_path: Path) -> None:
-    """4,000 files with a few bytes, numbers or JSON values changed: a header is accepted or it is a SurgeryError, and
-    what is accepted lies within the file."""
-    good = file_of({"__metadata__": {"format": "pt"}, "a": entry(), "b": entry("BF16", [2, 3], [8, 20])}, 20)
+    """4,000 files with a few bytes, numbers or JSON values changed: a header is accepted or it is a
+    SurgeryError, and what is accepted lies within the file."""
+    good = file_of(
+        {"__metadata__": {"format": "pt"}, "a": entry(), "b": entry("BF16", [2, 3], [8, 20])}, 20
+    )
     draw = random.Random(0)
     accepted = 0
     for _ in range(4000):
@@ -150,7 +175,8 @@ def test_mutated_headers_raise_only_surgery_errors(tmp_path: Path) -> None:
             continue
         accepted += 1
         assert all(
-            t.extents[0].offset + t.nbytes <= len(data) and t.nbytes == t.extents[0].length for t in found.values()
+            t.extents[0].offset + t.nbytes <= len(data) and t.nbytes == t.extents[0].length
+            for t in found.values()
         )
     assert 100 < accepted < 3000  # the mutations reach both sides
 
@@ -188,7 +214,9 @@ def mutate(good: bytes, draw: random.Random) -> bytes:
             elif draw.random() < 0.5:
                 data[i] = draw.randrange(256)
             else:
-                data[i : i + 1] = draw.choice((b"0", b"9", b"-", b"[", b"}", b'"', b",", b"\\", b"e5", b"8" * 300))
+                data[i : i + 1] = draw.choice(
+                    (b"0", b"9", b"-", b"[", b"}", b'"', b",", b"\\", b"e5", b"8" * 300)
+                )
         return bytes(data)
     header = json.loads(good[8 : 8 + int.from_bytes(good[:8], "little")])
     target: Any = header[draw.choice(("a", "b"))]
@@ -200,11 +228,27 @@ def mutate(good: bytes, draw: random.Random) -> bytes:
 
 
 def test_natural_order_of_layers() -> None:
-    """Layer 2 before layer 10, digits and words at the same place: comparing an int with a str would raise."""
-    names = ["layers.10.x", "layers.2.x", "layers.x", "2", "b", "layers.2.mlp.experts.11.w", "layers.2.mlp.experts.9.w"]
+    """Layer 2 before layer 10, digits and words at the same place: comparing an int with a str
+    would raise.
+    """
+    names = [
+        "layers.10.x",
+        "layers.2.x",
+        "layers.x",
+        "2",
+        "b",
+        "layers.2.mlp.experts.11.w",
+        "layers.2.mlp.experts.9.w",
+    ]
     assert sorted(names, key=natural_key) == [
-        "2", "b", "layers.2.mlp.experts.9.w", "layers.2.mlp.experts.11.w", "layers.2.x", "layers.10.x", "layers.x",
-    ]  # fmt: skip
+        "2",
+        "b",
+        "layers.2.mlp.experts.9.w",
+        "layers.2.mlp.experts.11.w",
+        "layers.2.x",
+        "layers.10.x",
+        "layers.x",
+    ]
 
 
 def test_headers_need_no_torch() -> None:
@@ -212,4 +256,7 @@ def test_headers_need_no_torch() -> None:
     import subprocess
 
     code = "import sys, surgery.checkpoint; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        == "[]"
+    )

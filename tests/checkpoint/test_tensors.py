@@ -16,12 +16,11 @@ from surgery.checkpoint import (
     constant,
     make_plan,
     normal,
-    open_checkpoint,
-    write,
 )
-from surgery.checkpoint.files import LocalFile
 from surgery.checkpoint.header import read_header
 from surgery.errors import SurgeryError
+from surgery.storage import open_checkpoint, write
+from surgery.storage.files import LocalFile
 
 A = torch.arange(24, dtype=torch.float32).reshape(6, 4).to(torch.bfloat16)
 B = (torch.arange(12, dtype=torch.float32).reshape(3, 4) * -0.5).to(torch.bfloat16)
@@ -31,7 +30,12 @@ B = (torch.arange(12, dtype=torch.float32).reshape(3, 4) * -0.5).to(torch.bfloat
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[LazyTensor, LazyTensor]:
     """A and B on the disk, or as functions of what is on the disk."""
     save_file({"a": A, "b": B}, tmp_path / "x.safetensors")
-    file = LocalFile("x.safetensors", (tmp_path / "x.safetensors").stat().st_size, "1", tmp_path / "x.safetensors")
+    file = LocalFile(
+        "x.safetensors",
+        (tmp_path / "x.safetensors").stat().st_size,
+        "1",
+        tmp_path / "x.safetensors",
+    )
     found = read_header(file, file.read)
     if request.param == "extents":
         return found["a"], found["b"]
@@ -51,18 +55,25 @@ def test_views_equal_torchs(pair: tuple[LazyTensor, LazyTensor], tmp_path: Path)
         "rows of rows": (a.rows(1, 5).rows(2, 4), A[3:5]),
         "joined": (concatenate([a, b]), torch.cat([A, B])),
         "rows across the seam": (concatenate([a, b]).rows(4, 8), torch.cat([A, B])[4:8]),
-        "one row of a join of slices": (concatenate([a.rows(0, 2), b, a.rows(5, 6)]).rows(4, 6),
-                                        torch.cat([A[0:2], B, A[5:6]])[4:6]),
+        "one row of a join of slices": (
+            concatenate([a.rows(0, 2), b, a.rows(5, 6)]).rows(4, 6),
+            torch.cat([A[0:2], B, A[5:6]])[4:6],
+        ),
         "reshaped": (a.reshape(2, 12), A.reshape(2, 12)),
         "rows of a reshape": (a.reshape(3, 2, 4).rows(1, 2), A.reshape(3, 2, 4)[1:2]),
         "reshaped join": (concatenate([a, b]).reshape(3, 3, 4), torch.cat([A, B]).reshape(3, 3, 4)),
         "transposed": (a.transpose(), A.T),
         "rows of a transpose": (a.transpose().rows(1, 3), A.T[1:3]),
-        "joined with a computed one": (concatenate([a, b.transpose().transpose()]), torch.cat([A, B])),
-    }  # fmt: skip
+        "joined with a computed one": (
+            concatenate([a, b.transpose().transpose()]),
+            torch.cat([A, B]),
+        ),
+    }
     for lazy, value in views.values():
         check(lazy, value)
-    checkpoint = Checkpoint(config={}, tensors={n: lazy for n, (lazy, _) in views.items()}, source=Source(location="x"))
+    checkpoint = Checkpoint(
+        config={}, tensors={n: lazy for n, (lazy, _) in views.items()}, source=Source(location="x")
+    )
     write(make_plan(checkpoint), tmp_path / "out", source=checkpoint)
     written = open_checkpoint(tmp_path / "out").tensors
     for name, (_, value) in views.items():
@@ -70,7 +81,9 @@ def test_views_equal_torchs(pair: tuple[LazyTensor, LazyTensor], tmp_path: Path)
 
 
 def test_only_functions_take_memory(pair: tuple[LazyTensor, LazyTensor]) -> None:
-    """A plan of pure extents is copied by the kernel: what it says it needs is 0, whatever its size."""
+    """A plan of pure extents is copied by the kernel: what it says it needs is 0, whatever its
+    size.
+    """
     a, b = pair
     for lazy in (a, a.rows(0, 2), concatenate([a, b]), a.reshape(24)):
         assert (lazy.peak_memory == 0) == (a.compute is None)
@@ -82,12 +95,16 @@ def test_only_functions_take_memory(pair: tuple[LazyTensor, LazyTensor]) -> None
         == max(a.peak_memory, b.cast("F32").cast(b.dtype).peak_memory)
         < 2 * joined.nbytes + cast.peak_memory
     )
-    checkpoint = Checkpoint(config={}, tensors={"a": a, "b": b.rows(0, 1)}, source=Source(location="x"))
+    checkpoint = Checkpoint(
+        config={}, tensors={"a": a, "b": b.rows(0, 1)}, source=Source(location="x")
+    )
     assert (make_plan(checkpoint).peak_memory == 0) == (a.compute is None)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 2), (3, 1), (0, 7)])
-def test_rows_outside_are_refused(pair: tuple[LazyTensor, LazyTensor], start: int, stop: int) -> None:
+def test_rows_outside_are_refused(
+    pair: tuple[LazyTensor, LazyTensor], start: int, stop: int
+) -> None:
     """An extent past the end would copy the bytes of the next tensor in silence."""
     with pytest.raises(ValueError, match="rows"):
         pair[0].rows(start, stop)
@@ -111,15 +128,24 @@ def test_reading_gives_memory_of_its_own(pair: tuple[LazyTensor, LazyTensor]) ->
 
 
 def test_casts_round_to_nearest_even(tmp_path: Path) -> None:
-    values = torch.tensor([1.0, 1.00390625, 1.01171875, 3.3895314e38, -0.0])  # ties: to 1.0, to 1.015625
+    values = torch.tensor(
+        [1.0, 1.00390625, 1.01171875, 3.3895314e38, -0.0]
+    )  # ties: to 1.0, to 1.015625
     save_file({"a": values}, tmp_path / "x.safetensors")
-    file = LocalFile("x.safetensors", (tmp_path / "x.safetensors").stat().st_size, "1", tmp_path / "x.safetensors")
+    file = LocalFile(
+        "x.safetensors",
+        (tmp_path / "x.safetensors").stat().st_size,
+        "1",
+        tmp_path / "x.safetensors",
+    )
     cast = read_header(file, file.read)["a"].cast("BF16").read()
     assert cast.view(torch.int16).tolist() == [0x3F80, 0x3F80, 0x3F82, 0x7F7F, -0x8000]
 
 
 def test_random_values_depend_on_seed_and_name_alone() -> None:
-    """Resume and other processes must draw the same bytes. The numbers are pinned: outputs of old versions hash so."""
+    """Resume and other processes must draw the same bytes. The numbers are pinned: outputs of old
+    versions hash so.
+    """
     first = normal("model.layers.0.router", 0, 0.02, (4, 3), "F32").read()
     normal("something else", 0, 1.0, (100,), "F32").read()
     assert torch.equal(normal("model.layers.0.router", 0, 0.02, (4, 3), "F32").read(), first)
@@ -133,13 +159,22 @@ def test_random_values_depend_on_seed_and_name_alone() -> None:
 
 
 def test_identity_changes_with_every_constant() -> None:
-    """The fingerprint of a plan sees a computed tensor by its recipe: a constant that is not in it would let another
-    command go on from foreign shards."""
-    tensors = [constant(1.0, (2,), "F32"), constant(2.0, (2,), "F32"), constant(1.0, (2,), "BF16"),
-               constant(1.0, (1, 2), "F32"), normal("a", 0, 1.0, (2,), "F32"), normal("a", 1, 1.0, (2,), "F32"),
-               normal("b", 0, 1.0, (2,), "F32"), normal("a", 0, 2.0, (2,), "F32"),
-               normal("a", 0, 1.0, (2,), "F32").cast("BF16"), normal("a", 1, 1.0, (2,), "F32").cast("BF16"),
-               normal("a", 0, 1.0, (4,), "F32").rows(0, 2), normal("a", 0, 1.0, (4,), "F32").rows(2, 4)]  # fmt: skip
+    """The fingerprint of a plan sees a computed tensor by its recipe: a constant that is not in it
+    would let another command go on from foreign shards."""
+    tensors = [
+        constant(1.0, (2,), "F32"),
+        constant(2.0, (2,), "F32"),
+        constant(1.0, (2,), "BF16"),
+        constant(1.0, (1, 2), "F32"),
+        normal("a", 0, 1.0, (2,), "F32"),
+        normal("a", 1, 1.0, (2,), "F32"),
+        normal("b", 0, 1.0, (2,), "F32"),
+        normal("a", 0, 2.0, (2,), "F32"),
+        normal("a", 0, 1.0, (2,), "F32").cast("BF16"),
+        normal("a", 1, 1.0, (2,), "F32").cast("BF16"),
+        normal("a", 0, 1.0, (4,), "F32").rows(0, 2),
+        normal("a", 0, 1.0, (4,), "F32").rows(2, 4),
+    ]
     assert len({t.identity() for t in tensors}) == len(tensors)
 
 

@@ -9,7 +9,9 @@ import pytest
 
 
 def test_the_demo_upcycles_and_relufies(call: Any, tmp_path: Path) -> None:
-    """The upcycled model says what the source says; the relufied one does not, and the table shows by how much."""
+    """The upcycled model says what the source says; the relufied one does not, and the table shows
+    by how much.
+    """
     done = call("demo", "--out", tmp_path / "demo", "--json")
     assert done.code == 0, done.err
     source, upcycled, relufied = done.json

@@ -1,4 +1,6 @@
-"""What goes wrong is two lines on stderr, `error:` and `hint:`, and an exit code: 1 failed, 2 wrong usage."""
+"""What goes wrong is two lines on stderr, `error:` and `hint:`, and an exit code: 1 failed, 2 wrong
+usage.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def edit_config(**fields: Any) -> Callable[[Path], None]:
 
 def edit_tensors(**tensors: torch.Tensor) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
-        save_file({**load_file(folder / "model.safetensors"), **tensors}, folder / "model.safetensors")
+        save_file(
+            {**load_file(folder / "model.safetensors"), **tensors}, folder / "model.safetensors"
+        )
 
     return edit
 
@@ -53,16 +57,29 @@ FAILURES = {
     "truncated": (truncated, ("model.safetensors", "fetch it again")),
     "unsupported": (edit_config(model_type="mamba9"), ("mamba9", "surgery families")),
     "no model_type": (edit_config(model_type=None), ("model_type",)),
-    "quantised": (edit_config(quantization_config={"quant_method": "gptq", "bits": 4}), ("'gptq'", "bf16 or fp16")),
-    "fp8": (edit_tensors(**{"model.layers.0.mlp.up_proj.weight": torch.zeros(64, 32).to(torch.float8_e4m3fn)}), ("F8_E4M3",)),
-    "its own code": (edit_config(auto_map={"AutoModelForCausalLM": "modeling_x.X"}), ("auto_map", "--trust-remote-code")),
+    "quantised": (
+        edit_config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        ("'gptq'", "bf16 or fp16"),
+    ),
+    "fp8": (
+        edit_tensors(
+            **{"model.layers.0.mlp.up_proj.weight": torch.zeros(64, 32).to(torch.float8_e4m3fn)}
+        ),
+        ("F8_E4M3",),
+    ),
+    "its own code": (
+        edit_config(auto_map={"AutoModelForCausalLM": "modeling_x.X"}),
+        ("auto_map", "--trust-remote-code"),
+    ),
     "a weight is missing": (without_an_up_projection, ("layer 1",)),
     "experts already": (edit_config(model_type="mixtral"), ("mixtral",)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", FAILURES)
-def test_a_model_that_cannot_be_converted(kind: str, call: Call, model: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_converted(
+    kind: str, call: Call, model: Path, tmp_path: Path
+) -> None:
     """Known before the first byte: nothing is written."""
     change, words = FAILURES[kind]
     change(model)
@@ -92,7 +109,9 @@ USAGE = {
 
 
 @pytest.mark.parametrize("options", USAGE, ids=" ".join)
-def test_options_that_cannot_be_meant(options: tuple[str, ...], call: Call, model: Path, tmp_path: Path) -> None:
+def test_options_that_cannot_be_meant(
+    options: tuple[str, ...], call: Call, model: Path, tmp_path: Path
+) -> None:
     before = files_of(tmp_path)
     assert_two_lines(call("upcycle", model, *options), *USAGE[options], code=2)
     assert files_of(tmp_path) == before
@@ -110,12 +129,16 @@ def test_options_that_cannot_be_meant(options: tuple[str, ...], call: Call, mode
         (("relufy", "/absent/model"), 1, ("no file or folder /absent/model",)),
     ],
 )
-def test_other_commands(arguments: tuple[str, ...], code: int, words: tuple[str, ...], call: Call) -> None:
+def test_other_commands(
+    arguments: tuple[str, ...], code: int, words: tuple[str, ...], call: Call
+) -> None:
     assert_two_lines(call(*arguments), *words, code=code)
 
 
 def test_layers_that_must_stay_together(call: Call, model: Path) -> None:
-    """Mixtral has experts in every layer: a part of them is no wrong number but a thing it cannot do."""
+    """Mixtral has experts in every layer: a part of them is no wrong number but a thing it cannot
+    do.
+    """
     assert_two_lines(
         call("upcycle", model, "--target", "mixtral", "--layers", "0-1"),
         "mixtral has experts in every layer",
@@ -130,16 +153,22 @@ def test_the_output_below_a_file(call: Call, model: Path) -> None:
     assert_two_lines(ran, str(model))
 
 
-def test_debugging_shows_the_traceback(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debugging_shows_the_traceback(
+    call: Call, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     no_weights(model)
     monkeypatch.setenv("SURGERY_DEBUG", "1")
     ran = call("upcycle", model)
-    assert ran.code == 1 and "Traceback" in ran.err and ran.err.splitlines()[-2].startswith("error: no weights")
+    assert (
+        ran.code == 1
+        and "Traceback" in ran.err
+        and ran.err.splitlines()[-2].startswith("error: no weights")
+    )
 
 
 def test_a_bug_is_two_lines_too(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an exception that nobody foresaw the first line is shown, not pages."""
-    from surgery import run
+    from surgery.workflow import run
 
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("first\nsecond")
@@ -153,7 +182,7 @@ def test_a_bug_is_two_lines_too(call: Call, model: Path, monkeypatch: pytest.Mon
     )
 
 
-# --- verify --------------------------------------------------------------------------------------------------------
+# --- verify ---------------------------------------------------------------------------------------
 
 
 def test_a_damaged_output_fails_its_verification(call: Call, model: Path, tmp_path: Path) -> None:
@@ -168,7 +197,9 @@ def test_a_damaged_output_fails_its_verification(call: Call, model: Path, tmp_pa
     assert "model.safetensors has sha256" in ran.out and "FAILED" in ran.out
     assert [line[:6] for line in ran.err.splitlines()] == ["error:", "hint: "]
     assert json.loads((out / "surgery.json").read_text())["verification"]["passed"] is False
-    assert call("verify", model, out, "--quiet").out == ""  # the bars of reading back are for terminals
+    assert (
+        call("verify", model, out, "--quiet").out == ""
+    )  # the bars of reading back are for terminals
 
 
 def test_what_cannot_be_verified(call: Call, model: Path, tmp_path: Path) -> None:
@@ -178,17 +209,29 @@ def test_what_cannot_be_verified(call: Call, model: Path, tmp_path: Path) -> Non
     assert_two_lines(call("verify", model, model), "not valid JSON")
 
 
-@pytest.mark.parametrize("spare", ["model.layers.3.mtp.weight", "model.norm.weight"])  # carried over; used
-def test_nan_in_the_source_is_a_warning_that_names_it(call: Call, tmp_path: Path, spare: str) -> None:
-    """It was so before: the conversion is still what was asked, and the user should know where the NaN comes from."""
+@pytest.mark.parametrize(
+    "spare", ["model.layers.3.mtp.weight", "model.norm.weight"]
+)  # carried over; used
+def test_nan_in_the_source_is_a_warning_that_names_it(
+    call: Call, tmp_path: Path, spare: str
+) -> None:
+    """It was so before: the conversion is still what was asked, and the user should know where the
+    NaN comes from.
+    """
     tensors = {
         **llama_tensors(layers=3),
-        spare: torch.full(llama_tensors()["model.norm.weight"].shape, float("nan"), dtype=torch.bfloat16),
+        spare: torch.full(
+            llama_tensors()["model.norm.weight"].shape, float("nan"), dtype=torch.bfloat16
+        ),
     }
     model = write_llama(tmp_path / "model", layers=3, tensors=tensors)
     ran = call("upcycle", model, "--experts", "2", "--json")
     assert ran.code == 0, ran.err
-    (warning,) = [r for r in ran.json["verification"]["rows"] if r["check"] == "warning: NaN or Inf in the source"]
+    (warning,) = [
+        r
+        for r in ran.json["verification"]["rows"]
+        if r["check"] == "warning: NaN or Inf in the source"
+    ]
     assert warning["value"] == 1 and warning["detail"] == [spare] and warning["passed"]
     assert ran.json["verification"]["passed"] is True
     shown = call("verify", model, f"{model}-mixtral-2x-top2")

@@ -14,7 +14,15 @@ from support import Call, environment
 from surgery import __version__
 from surgery.cli import COMMANDS, surgery
 
-HEAVY = ("torch", "transformers", "huggingface_hub", "safetensors", "numpy", "matplotlib", "accelerate")
+HEAVY = (
+    "torch",
+    "transformers",
+    "huggingface_hub",
+    "safetensors",
+    "numpy",
+    "matplotlib",
+    "accelerate",
+)
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -27,12 +35,16 @@ for arguments in (["--help"], ["--version"], *([c, "--help"] for c in COMMANDS))
     heavy = [m for m in {HEAVY} if m in sys.modules]
     assert not heavy, (arguments, heavy)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment()
+    )
     assert done.returncode == 0, done.stderr
 
 
 def examples(command: click.Command) -> list[str]:
-    return re.findall(r"^\s+(surgery .*)$", (command.help or "").partition("Examples:")[2], re.MULTILINE)
+    return re.findall(
+        r"^\s+(surgery .*)$", (command.help or "").partition("Examples:")[2], re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
@@ -45,7 +57,9 @@ def test_examples_parse(name: str, call: Call) -> None:
     found = examples(command)
     assert len(found) >= 2
     for line in found:
-        assert " ".join(line.split()) in " ".join(shown.out.split())  # \b keeps click from wrapping it
+        assert " ".join(line.split()) in " ".join(
+            shown.out.split()
+        )  # \b keeps click from wrapping it
         _, used, *arguments = shlex.split(re.sub(r"\s>>?.*", "", line))
         assert used == name or not name
         target = surgery.get_command(click.Context(surgery), used)
@@ -58,7 +72,9 @@ def test_every_option_says_what_it_does() -> None:
         command = surgery.get_command(click.Context(surgery), name)
         assert command
         for parameter in command.params:
-            assert not isinstance(parameter, click.Option) or parameter.help or parameter.show_default, (
+            assert (
+                not isinstance(parameter, click.Option) or parameter.help or parameter.show_default
+            ), (
                 name,
                 parameter.name,
             )
@@ -67,7 +83,12 @@ def test_every_option_says_what_it_does() -> None:
 def test_no_arguments_are_a_call_for_help(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["surgery"])
     alone, asked = call(), call("-h")
-    assert alone == asked and asked.code == 0 and asked.out.startswith("Usage: surgery ") and not asked.err
+    assert (
+        alone == asked
+        and asked.code == 0
+        and asked.out.startswith("Usage: surgery ")
+        and not asked.err
+    )
 
 
 def test_version(call: Call) -> None:
@@ -79,7 +100,10 @@ def test_completion(shell: str, call: Call) -> None:
     """The script that is printed asks this very program."""
     ran = call("completion", shell)
     assert ran.code == 0 and "_SURGERY_COMPLETE" in ran.out and "surgery" in ran.out
-    words = subprocess.run([sys.executable, "-c", "from surgery.cli import surgery; surgery(prog_name='surgery')"],
-                           capture_output=True, text=True,
-                           env=environment(_SURGERY_COMPLETE="bash_complete", COMP_WORDS="surgery up", COMP_CWORD="1"))  # fmt: skip
+    words = subprocess.run(
+        [sys.executable, "-c", "from surgery.cli import surgery; surgery(prog_name='surgery')"],
+        capture_output=True,
+        text=True,
+        env=environment(_SURGERY_COMPLETE="bash_complete", COMP_WORDS="surgery up", COMP_CWORD="1"),
+    )
     assert "upcycle" in words.stdout

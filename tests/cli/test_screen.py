@@ -1,4 +1,6 @@
-"""What is printed where: results on stdout, progress on a terminal's stderr alone, JSON and nothing else when asked."""
+"""What is printed where: results on stdout, progress on a terminal's stderr alone, JSON and nothing
+else when asked.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from support import COMMAND, Call, Ran, environment, files_of, surgery, write_ll
 
 
 def test_json_is_all_there_is(call: Call, model: Path) -> None:
-    """The record of surgery.json and where it is; a pipe into jq must not meet a warning or a table."""
+    """The record of surgery.json and where it is; a pipe into jq must not meet a warning or a
+    table.
+    """
     ran = call("upcycle", model, "--experts", "2", "--json")
     assert ran.code == 0 and ran.err == ""
     out = Path(ran.json["out"])
@@ -28,25 +32,41 @@ def test_json_is_all_there_is(call: Call, model: Path) -> None:
     assert verified.code == 0 and verified.err == "" and verified.json["passed"] is True
     plan = call("upcycle", model, "--experts", "2", "--dry-run", "--json")
     assert plan.err == "" and plan.json["fingerprint"] == record["fingerprint"]
-    assert plan.json["shards"] == [{"name": "model.safetensors", "bytes": (out / "model.safetensors").stat().st_size,
-                                    "tensors": plan.json["shards"][0]["tensors"]}]  # fmt: skip
+    assert plan.json["shards"] == [
+        {
+            "name": "model.safetensors",
+            "bytes": (out / "model.safetensors").stat().st_size,
+            "tensors": plan.json["shards"][0]["tensors"],
+        }
+    ]
 
 
 def test_the_dry_run_tells_the_truth(call: Call, model: Path) -> None:
-    """It writes nothing; the conversion then writes just the files and the bytes that it had named."""
+    """It writes nothing; the conversion then writes just the files and the bytes that it had
+    named.
+    """
     plan = call("upcycle", model, "--max-shard-size", "20KB", "--dry-run", "--json").json
     out = Path(plan["out"])
     assert not out.exists()
     assert call("upcycle", model, "--max-shard-size", "20KB", "--no-verify").code == 0
     every = {n: len(d) for n, d in files_of(out).items()}
     sizes = {n: size for n, size in every.items() if n not in plan["record"]}
-    assert set(every) - set(sizes) == set(plan["record"]) >= {"README.md", "recipe.yaml", "surgery.json"}
-    assert sizes == {**{s["name"]: s["bytes"] for s in plan["shards"]}, **{n: sizes[n] for n in plan["files"]}}
+    assert (
+        set(every) - set(sizes)
+        == set(plan["record"])
+        >= {"README.md", "recipe.yaml", "surgery.json"}
+    )
+    assert sizes == {
+        **{s["name"]: s["bytes"] for s in plan["shards"]},
+        **{n: sizes[n] for n in plan["files"]},
+    }
     assert sum(sizes.values()) == plan["bytes"]
 
 
 def test_a_pipe_gets_text(call: Call, tmp_path: Path) -> None:
-    """No escape codes, no bars, a path in one piece though it is longer than any terminal is wide."""
+    """No escape codes, no bars, a path in one piece though it is longer than any terminal is
+    wide.
+    """
     model = write_llama(tmp_path / ("a-long-name-" * 12))
     ran = call("upcycle", model, "--experts", "2")
     assert ran.code == 0 and ran.err == ""
@@ -54,11 +74,16 @@ def test_a_pipe_gets_text(call: Call, tmp_path: Path) -> None:
     assert ran.out.splitlines()[0].endswith("-mixtral-2x-top2")
     assert "Verification passed" in ran.out and "logits max|Δ|" in ran.out
     planned = call("upcycle", model, "--experts", "4", "--dry-run")
-    assert planned.out.splitlines()[0] == f"Would write 0.1 MB to {model}-mixtral-4x-top2" and planned.err == ""
+    assert (
+        planned.out.splitlines()[0] == f"Would write 0.1 MB to {model}-mixtral-4x-top2"
+        and planned.err == ""
+    )
 
 
 def test_quiet_is_silent(tmp_path: Path) -> None:
-    """Not a byte from the writer, the verification or the libraries under it, which warn when first imported."""
+    """Not a byte from the writer, the verification or the libraries under it, which warn when first
+    imported.
+    """
     ran = surgery("upcycle", write_llama(tmp_path / "model"), "--experts", "2", "--quiet")
     assert ran == Ran(0, "", "")
 
@@ -66,9 +91,16 @@ def test_quiet_is_silent(tmp_path: Path) -> None:
 def on_a_terminal(*arguments: object) -> str:
     """What a person sees who runs this."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # tqdm shows nothing in 0 columns
-    process = subprocess.Popen([*COMMAND, *map(str, arguments)], stdin=theirs, stdout=theirs, stderr=theirs,
-                               env=environment(TERM="xterm", COLUMNS="120"))  # fmt: skip
+    fcntl.ioctl(
+        theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0)
+    )  # tqdm shows nothing in 0 columns
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment(TERM="xterm", COLUMNS="120"),
+    )
     os.close(theirs)
     seen = b""
     while True:
@@ -86,9 +118,20 @@ def on_a_terminal(*arguments: object) -> str:
 
 def test_a_terminal_gets_bars(model: Path, tmp_path: Path) -> None:
     """And with --quiet or --json it gets none: the other half of what a pipe must not get."""
-    assert "writing" in on_a_terminal("relufy", "--repair", "none", model, "--no-verify", "--out", tmp_path / "a")
-    assert on_a_terminal("relufy", "--repair", "none", model, "--no-verify", "--quiet", "--out", tmp_path / "b") == ""
-    json.loads(on_a_terminal("relufy", "--repair", "none", model, "--no-verify", "--json", "--out", tmp_path / "c"))
+    assert "writing" in on_a_terminal(
+        "relufy", "--repair", "none", model, "--no-verify", "--out", tmp_path / "a"
+    )
+    assert (
+        on_a_terminal(
+            "relufy", "--repair", "none", model, "--no-verify", "--quiet", "--out", tmp_path / "b"
+        )
+        == ""
+    )
+    json.loads(
+        on_a_terminal(
+            "relufy", "--repair", "none", model, "--no-verify", "--json", "--out", tmp_path / "c"
+        )
+    )
 
 
 def test_names_are_shown_as_they_are(call: Call, model: Path, tmp_path: Path) -> None:
@@ -98,13 +141,22 @@ def test_names_are_shown_as_they_are(call: Call, model: Path, tmp_path: Path) ->
     assert str(out) in call("relufy", "--repair", "none", model, "--no-verify", "--out", out).out
 
 
-def test_without_a_model_it_is_the_one_in_this_folder(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default output is beside it, never inside: the folder's name, not a dot, is the start of its name."""
+def test_without_a_model_it_is_the_one_in_this_folder(
+    call: Call, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default output is beside it, never inside: the folder's name, not a dot, is the start of
+    its name.
+    """
     monkeypatch.chdir(model)
     before = sorted(model.iterdir())
     assert call("upcycle", "--no-verify").code == 0
     assert (model.parent / "model-mixtral-8x-top2" / "config.json").exists()
-    assert call("relufy", "--repair", "none", "--no-verify", "--activation", "relu2", "--dtype", "fp32").code == 0
+    assert (
+        call(
+            "relufy", "--repair", "none", "--no-verify", "--activation", "relu2", "--dtype", "fp32"
+        ).code
+        == 0
+    )
     assert (model.parent / "model-relu2-float32" / "config.json").exists()
     assert call("inspect").code == 0
     assert sorted(model.iterdir()) == before
@@ -124,7 +176,11 @@ def test_the_second_run_says_so(call: Call, model: Path) -> None:
 def test_a_closed_pipe_is_no_traceback(model: Path) -> None:
     """`surgery families | head -1`."""
     process = subprocess.Popen(
-        [*COMMAND, "families"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        [*COMMAND, "families"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
     )
     assert process.stdout and process.stderr
     process.stdout.close()

@@ -1,7 +1,8 @@
-"""The tables of families say of config.json what the classes of transformers assume, in both versions.
+"""The tables of families say of config.json what the classes of transformers assume, in both
+versions.
 
-A conversion writes these values out, because the class that it goes into assumes others. A wrong one gives a model that
-loads without a complaint and is another function.
+A conversion writes these values out, because the class that it goes into assumes others. A wrong
+one gives a model that loads without a complaint and is another function.
 """
 
 from __future__ import annotations
@@ -23,9 +24,18 @@ from surgery.operations.upcycle import upcycle
 SIZES = {"num_attention_heads": 4, "hidden_size": 32}
 WITH_DEFAULTS = [t for t, f in DENSE.items() if f.defaults]
 NOT_IN_4 = {"nemotron_h"}
-NEEDED: dict[str, dict[str, Any]] = {"mistral glm4_moe": {"sliding_window": None}}  # what a route requires
+NEEDED: dict[str, dict[str, Any]] = {
+    "mistral glm4_moe": {"sliding_window": None}
+}  # what a route requires
 # What is another class's by nature
-IDENTITY = {"model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path"}
+IDENTITY = {
+    "model_type",
+    "architectures",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "_name_or_path",
+}
 
 
 def keys_of(model_type: str) -> list[str]:
@@ -95,16 +105,25 @@ def test_the_row_names_keys_of_the_class_in_4(model_type: str, in_4: dict[str, A
 
 
 def meaning(config: dict[str, Any]) -> dict[str, Any]:
-    """What classes write in different ways made the same: windows that are off, heads and ropes that are whole."""
+    """What classes write in different ways made the same: windows that are off, heads and ropes
+    that are whole.
+    """
     size = config["hidden_size"] // config["num_attention_heads"]
-    out = config | {"sliding_window": config.get("sliding_window") or None, "head_dim": config.get("head_dim") or size}
+    out = config | {
+        "sliding_window": config.get("sliding_window") or None,
+        "head_dim": config.get("head_dim") or size,
+    }
     if rope := config.get("rope_parameters"):
-        out["rope_parameters"] = {k: v for k, v in rope.items() if (k, v) != ("partial_rotary_factor", 1.0)}
+        out["rope_parameters"] = {
+            k: v for k, v in rope.items() if (k, v) != ("partial_rotary_factor", 1.0)
+        }
     return out
 
 
 def check_same_meaning(source: dict[str, Any], output: dict[str, Any], route: str) -> None:
-    """Every field that both classes have is the same, but for those that the route means to change."""
+    """Every field that both classes have is the same, but for those that the route means to
+    change.
+    """
     meant = next(set(r.config) for r in ROUTES if f"{r.source} {r.target}" == route)
     source, output = meaning(source), meaning(output)  # transformers 4 has no rope_parameters
     fields = (set(source) & set(output)) - IDENTITY - meant

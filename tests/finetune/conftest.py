@@ -14,9 +14,9 @@ import torch
 from models import save_model
 from scripts import OPERATIONS, SIZES, TINY, Converted
 
-from surgery import run
-from surgery.checkpoint import open_checkpoint
 from surgery.demo import MODEL
+from surgery.storage import open_checkpoint
+from surgery.workflow import run
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,9 @@ def conversions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Con
 
 @pytest.fixture
 def train(conversions: Callable[[str], Converted], tmp_path: Path) -> Callable[..., Path]:
-    """Skips without the extra `finetune`. `train("relufy", "--max_steps=8")` trains on smoke.txt in this process; the folder that it wrote."""
+    """Skips without the extra `finetune`. `train("relufy", "--max_steps=8")` trains on smoke.txt in
+    this process; the folder that it wrote.
+    """
     pytest.importorskip("trl")
     numbers = itertools.count()
 
@@ -49,20 +51,26 @@ def train(conversions: Callable[[str], Converted], tmp_path: Path) -> Callable[.
         converted = conversions(converted) if isinstance(converted, str) else converted
         out = tmp_path / f"trained {next(numbers)}"
         text = converted.script.with_name("smoke.txt")
-        (module or converted.module()).main([*TINY, f"--data={text}", f"--output_dir={out}", *arguments])
+        (module or converted.module()).main(
+            [*TINY, f"--data={text}", f"--output_dir={out}", *arguments]
+        )
         return out
 
     return train
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def quiet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """No bars, no cache of data sets outside the tests' folder, one thread."""
     if importlib.util.find_spec("datasets"):
         import datasets
 
         datasets.disable_progress_bars()
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+        monkeypatch.setattr(
+            datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets"
+        )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,5 @@
-"""FSDP2 over two processes without a GPU: accelerate shards on accelerators alone, so the CPU is passed off as one.
+"""FSDP2 over two processes without a GPU: accelerate shards on accelerators alone, so the CPU is
+passed off as one.
 
 accelerate launch --config_file fsdp2.yaml fsdp_on_gloo.py finetune.py …
 """

@@ -17,12 +17,18 @@ from surgery.checkpoint import Checkpoint
 from surgery.operations.carve import carve
 from surgery.operations.memory import memory
 from surgery.operations.relufy import relufy
-from surgery.operations.splines import splinify
+from surgery.operations.splinify import splinify
 from surgery.operations.upcycle import upcycle
 
 SIZES = {"vocab_size": 4096, "num_hidden_layers": 2, "initializer_range": 0.1}
-TINY = ("--max_length=32", "--per_device_train_batch_size=2", "--use_cpu=True", "--disable_tqdm=True", "--learning_rate=1e-3",
-        "--logging_steps=1")  # fmt: skip
+TINY = (
+    "--max_length=32",
+    "--per_device_train_batch_size=2",
+    "--use_cpu=True",
+    "--disable_tqdm=True",
+    "--learning_rate=1e-3",
+    "--logging_steps=1",
+)
 OPERATIONS: dict[str, tuple[str, Callable[[Checkpoint], Checkpoint]]] = {  # model, operation
     "copy": ("llama", lambda c: c),
     "relufy": ("llama with llama3 rope", lambda c: relufy(c, repair="none")),
@@ -35,7 +41,9 @@ OPERATIONS: dict[str, tuple[str, Callable[[Checkpoint], Checkpoint]]] = {  # mod
     "relufied mixtral": ("llama", lambda c: upcycle(relufy(c, repair="none"), experts=4, top_k=2)),
     "carve": (
         "llama",
-        lambda c: carve(c, experts=4, active=2, shared=1, calibration={"tokens": 512, "sequence_length": 64}),
+        lambda c: carve(
+            c, experts=4, active=2, shared=1, calibration={"tokens": 512, "sequence_length": 64}
+        ),
     ),
     "memory": ("llama", lambda c: memory(c, layers=[1], slots=64, knn=4, key_dim=16)),
     "memory, sparse gradients": (
@@ -90,5 +98,7 @@ class Converted:
 
 def history(folder: Path) -> list[dict[str, Any]]:
     """What was logged, step by step."""
-    log: list[dict[str, Any]] = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    log: list[dict[str, Any]] = json.loads((folder / "trainer_state.json").read_text())[
+        "log_history"
+    ]
     return [row for row in log if "loss" in row]

@@ -20,7 +20,9 @@ FILES = {"finetune.py", "fsdp2.yaml", "zero3.yaml", "axolotl.yaml", "requirement
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_script_is_short_enough_to_read(name: str, conversions: Convert) -> None:
-    """And nothing is left of the template: no tag, no import that is not used, no run of blank lines."""
+    """And nothing is left of the template: no tag, no import that is not used, no run of blank
+    lines.
+    """
     text = conversions(name).script.read_text()
     lines = text.splitlines()
     assert len(lines) <= 150 and max(map(len, lines)) <= 120
@@ -46,15 +48,21 @@ def test_its_table_has_what_the_operation_needs(conversions: Convert) -> None:
 
 def test_launch_configs_are_accelerates(conversions: Convert) -> None:
     folder = conversions("relufy").script.parent
-    fsdp, zero = (load_config_from_file(str(folder / name)) for name in ("fsdp2.yaml", "zero3.yaml"))
-    assert fsdp.num_processes == zero.num_processes == 8 and fsdp.mixed_precision == zero.mixed_precision == "bf16"
+    fsdp, zero = (
+        load_config_from_file(str(folder / name)) for name in ("fsdp2.yaml", "zero3.yaml")
+    )
+    assert (
+        fsdp.num_processes == zero.num_processes == 8
+        and fsdp.mixed_precision == zero.mixed_precision == "bf16"
+    )
     assert fsdp.fsdp_config["fsdp_version"] == 2 and zero.deepspeed_config["zero_stage"] == 3
 
 
 def test_axolotls_config(conversions: Convert) -> None:
     """It can give the values of a memory their own rate, and train coefficients alone."""
     memory, splines = (
-        yaml.safe_load(conversions(n).script.with_name("axolotl.yaml").read_text()) for n in ("memory", "splines")
+        yaml.safe_load(conversions(n).script.with_name("axolotl.yaml").read_text())
+        for n in ("memory", "splines")
     )
     assert (
         memory["lr_groups"][0]["modules"] == ["memory_values"]
@@ -90,14 +98,18 @@ def test_the_command_writes_them_again(conversions: Convert, tmp_path: Path) -> 
     script = folder / "finetune" / "finetune.py"
     script.write_text("edited")
     shown = surgery("finetune-script", folder, "--dry-run", "--json")
-    assert script.read_text() == "edited" and shown.json[str(script)] == len(before["finetune/finetune.py"])
+    assert script.read_text() == "edited" and shown.json[str(script)] == len(
+        before["finetune/finetune.py"]
+    )
     assert surgery("finetune-script", folder, "--quiet").code == 0 and files_of(folder) == before
     failed = surgery("finetune-script", tmp_path)
     assert failed.code == 1 and "no surgery.json" in failed.err
 
 
 def test_a_recipe_gives_the_script_options(tmp_path: Path) -> None:
-    """They survive `finetune-script`, stand in the output's recipe, and a command's own come after them."""
+    """They survive `finetune-script`, stand in the output's recipe, and a command's own come after
+    them.
+    """
     text = "source: demo\noperations: [{operation: relufy, repair: none}]\nfinetune: {max_steps: 7, l1: 0.5, run_name: 'a \"b\"'}\n"
     (tmp_path / "my.yaml").write_text(text)
     out = tmp_path / "out"
@@ -105,14 +117,21 @@ def test_a_recipe_gives_the_script_options(tmp_path: Path) -> None:
     script = (out / "finetune/finetune.py").read_text()
     given = re.search(r"^GIVEN = (\[.*\])  #", script, re.MULTILINE)
     assert given and eval(given[1]) == ["--max_steps=7", "--l1=0.5", '--run_name=a "b"']
-    assert script.count("\n") <= 150 and "[*GIVEN, *(sys.argv[1:] if arguments is None else arguments)]" in script
+    assert (
+        script.count("\n") <= 150
+        and "[*GIVEN, *(sys.argv[1:] if arguments is None else arguments)]" in script
+    )
     assert yaml.safe_load((out / "recipe.yaml").read_text())["finetune"]["l1"] == 0.5
     before = files_of(out)
     assert surgery("finetune-script", out, "--quiet").code == 0 and files_of(out) == before
     assert surgery("run", out / "recipe.yaml", "--out", out, "--no-verify", "--quiet").code == 0
-    failed = surgery("run", tmp_path / "my.yaml", "--set", "finetune.l1=1", "--out", out, "--no-verify")
+    failed = surgery(
+        "run", tmp_path / "my.yaml", "--set", "finetune.l1=1", "--out", out, "--no-verify"
+    )
     assert failed.code == 1 and "other options" in failed.err and files_of(out) == before
-    failed = surgery("run", tmp_path / "my.yaml", "--set", "finetune.l1=[1]", "--out", tmp_path / "no")
+    failed = surgery(
+        "run", tmp_path / "my.yaml", "--set", "finetune.l1=[1]", "--out", tmp_path / "no"
+    )
     assert failed.code == 1 and "l1 is [1]" in failed.err
 
 

@@ -11,18 +11,31 @@ import torch
 from models import fake, load, logits_of, save_model
 from safetensors.torch import load_file
 
-from surgery.checkpoint import constant, make_plan, open_checkpoint, write
+from surgery.checkpoint import constant, make_plan
 from surgery.operations.cast import cast
+from surgery.storage import open_checkpoint, write
 
-TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+TORCH = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 
-@pytest.mark.parametrize(("before", "after", "exact"), [
-    ("bf16", "fp32", True), ("fp16", "fp32", True), ("fp32", "fp64", True), ("bf16", "bf16", True),
-    ("fp32", "bf16", False), ("fp32", "fp16", False),
-    ("fp16", "bf16", False),  # loses mantissa
-    ("bf16", "fp16", False),  # loses exponent: 1e5 becomes infinite
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "after", "exact"),
+    [
+        ("bf16", "fp32", True),
+        ("fp16", "fp32", True),
+        ("fp32", "fp64", True),
+        ("bf16", "bf16", True),
+        ("fp32", "bf16", False),
+        ("fp32", "fp16", False),
+        ("fp16", "bf16", False),  # loses mantissa
+        ("bf16", "fp16", False),  # loses exponent: 1e5 becomes infinite
+    ],
+)
 def test_values_are_torchs(before: str, after: str, exact: bool, tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     save_model("llama", source, dtype=TORCH[before])
@@ -32,7 +45,9 @@ def test_values_are_torchs(before: str, after: str, exact: bool, tmp_path: Path)
     old, new = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
     assert old.keys() == new.keys()
     for name, tensor in old.items():
-        assert new[name].dtype == TORCH[after] and torch.equal(new[name], tensor.to(TORCH[after])), name
+        assert new[name].dtype == TORCH[after] and torch.equal(
+            new[name], tensor.to(TORCH[after])
+        ), name
     config = json.loads((out / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == str(TORCH[after]).removeprefix("torch.")
     assert result.exact == result.steps[-1].exact == exact
@@ -50,7 +65,9 @@ def test_integers_stay() -> None:
     """A position buffer in floating point would index nothing."""
     checkpoint = fake("llama")
     ids = constant(3, (4,), "I64")
-    result = cast(checkpoint.replace(tensors={**checkpoint.tensors, "model.position_ids": ids}), "bf16")
+    result = cast(
+        checkpoint.replace(tensors={**checkpoint.tensors, "model.position_ids": ids}), "bf16"
+    )
     assert result.tensors["model.position_ids"] is ids
     assert {t.dtype for n, t in result.tensors.items() if n != "model.position_ids"} == {"BF16"}
 

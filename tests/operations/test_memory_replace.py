@@ -1,7 +1,9 @@
-"""A memory in the MLP's place is what was fitted to the layer's rows, and what is written is what the walk computed.
+"""A memory in the MLP's place is what was fitted to the layer's rows, and what is written is what
+the walk computed.
 
-What could break it: keys that are not where the inputs are, a key's bias that is lost, values for other slots, neurons that are not
-those that matter, a layer that is fitted on another stream than it will read.
+What could break it: keys that are not where the inputs are, a key's bias that is lost, values for
+other slots, neurons that are not those that matter, a layer that is fitted on another stream than
+it will read.
 """
 
 from __future__ import annotations
@@ -12,31 +14,53 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import loaded
 from models import load, logits_of, sample_ids, save_model
+from operated import loaded
 
-from surgery import modeling
-from surgery.analysis import quality
+from surgery.blocks import block_config
+from surgery.calibration.install import observe
 from surgery.calibration.settings import Calibration
 from surgery.calibration.walk import Walk
-from surgery.checkpoint import make_plan, open_checkpoint, write
+from surgery.checkpoint import make_plan
 from surgery.demo import MODEL
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import known, locate
-from surgery.operations import memory_fit, memory_init, repair
+from surgery.fitting import memory_fit, memory_init
+from surgery.fitting.repair import Neurons, Rows
 from surgery.operations.memory import memory
 from surgery.operations.relufy import relufy
-from surgery.operations.repair import Neurons, Rows
+from surgery.proof import quality
+from surgery.storage import open_checkpoint, write
 
 SMALL: dict[str, Any] = {"tokens": 768, "sequence_length": 64, "dtype": "fp32"}
-TINY: dict[str, Any] = {"place": "replace", "slots": 16, "heads": 2, "knn": 2, "key_dim": 4, "calibration": SMALL}
-SPEC: dict[str, Any] = {"place": "replace", "slots": "pkm", "shared": "memory_values_0", "heads": 2, "keys": 8, "knn": 4, "key_dim": 6,
-                        "value_dim": 12, "query_norm": False, "gated": False, "activation": "gelu", "bypass": "bias", "width": 0,
-                        "sparse_gradients": False}  # fmt: skip
+TINY: dict[str, Any] = {
+    "place": "replace",
+    "slots": 16,
+    "heads": 2,
+    "knn": 2,
+    "key_dim": 4,
+    "calibration": SMALL,
+}
+SPEC: dict[str, Any] = {
+    "place": "replace",
+    "slots": "pkm",
+    "shared": "memory_values_0",
+    "heads": 2,
+    "keys": 8,
+    "knn": 4,
+    "key_dim": 6,
+    "value_dim": 12,
+    "query_norm": False,
+    "gated": False,
+    "activation": "gelu",
+    "bypass": "bias",
+    "width": 0,
+    "sparse_gradients": False,
+}
 
 
 def entry(**changes: Any) -> dict[str, Any]:
-    return modeling.entry(known()["llama"], "memory", [0], **{**SPEC, **changes})
+    return block_config.entry(known()["llama"], "memory", [0], **{**SPEC, **changes})
 
 
 def rows(count: int = 4000) -> Rows:
@@ -48,7 +72,7 @@ def rows(count: int = 4000) -> Rows:
     return Rows(z=z, y=table[which], weight=None)
 
 
-# --- the fit ----------------------------------------------------------------------------------------------------------
+# --- the fit --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -72,7 +96,8 @@ def test_queries_are_white_and_keys_are_where_they_are() -> None:
     q = made.query(data.z).view(-1, 2, 2, 3)[..., :-1].flatten(2)
     for head in range(2):
         assert (
-            torch.allclose(torch.cov(q[:, head].T), torch.eye(4), atol=0.02) and q[:, head].mean(0).abs().max() < 1e-3
+            torch.allclose(torch.cov(q[:, head].T), torch.eye(4), atol=0.02)
+            and q[:, head].mean(0).abs().max() < 1e-3
         )
     nearest = torch.cdist(q[:, 0, :2], made.keys[0, 0, :, :-1]).min(1).values
     assert nearest.mean() < 0.5
@@ -89,13 +114,18 @@ def test_values_are_the_ridge_regression_on_the_codes(monkeypatch: pytest.Monkey
     gram = x.T @ x
     gram.diagonal().add_(1e-3 * gram.diagonal().mean())
     torch.testing.assert_close(
-        table.double(), torch.linalg.solve(gram, x.T @ data.y[: data.fitted].double()), atol=1e-2, rtol=1e-2
+        table.double(),
+        torch.linalg.solve(gram, x.T @ data.y[: data.fitted].double()),
+        atol=1e-2,
+        rtol=1e-2,
     )
     rest = memory_fit.missed(data, lambda z: memory_fit.look_up(made, table, z))
     assert memory_fit.size(rest, data.fitted) < 0.2 * memory_fit.size(data, data.fitted)
     _, bias = memory_fit.affine(data)
     linear = memory_fit.missed(data, lambda z: z @ memory_fit.affine(data)[0].T + bias)
-    assert memory_fit.size(rest, data.fitted) < 0.5 * memory_fit.size(linear, data.fitted)  # a table is no linear map
+    assert memory_fit.size(rest, data.fitted) < 0.5 * memory_fit.size(
+        linear, data.fitted
+    )  # a table is no linear map
 
 
 @torch.no_grad()
@@ -106,7 +136,9 @@ def test_the_affine_map_is_found() -> None:
         torch.randn(12, generator=draw),
         torch.randn(3000, 12, generator=draw),
     )
-    found = memory_fit.affine(Rows(z=z, y=z @ weight.T + bias, weight=torch.rand(3000, generator=draw)))
+    found = memory_fit.affine(
+        Rows(z=z, y=z @ weight.T + bias, weight=torch.rand(3000, generator=draw))
+    )
     assert (found[0] - weight).abs().max() < 0.15 * weight.abs().max()  # it shrinks
     assert (found[1] - bias).abs().max() < 0.15 * bias.abs().max()
 
@@ -120,7 +152,9 @@ def test_the_neurons_that_write_most_are_kept() -> None:
     neurons = Neurons(gate=gate, up=up, down=down, rule="plain", act="silu")
     kept = memory_fit.best(neurons, rows(500), 4)
     assert (
-        torch.equal(kept.gate, gate[loud]) and torch.equal(kept.down, down[:, loud]) and torch.equal(kept.up, up[loud])
+        torch.equal(kept.gate, gate[loud])
+        and torch.equal(kept.down, down[:, loud])
+        and torch.equal(kept.up, up[loud])
     )
 
 
@@ -134,7 +168,10 @@ def test_a_neuron_that_only_the_first_tokens_need_is_kept() -> None:
     gate[7, 5] = up[7, 5] = -20.0
     neurons = Neurons(gate=gate, up=up, down=down, rule="plain", act="relu")
     data = Rows(z=z, y=neurons(z))
-    for given, there in ((data, False), (dataclasses.replace(data, first=Rows(z=first, y=neurons(first))), True)):
+    for given, there in (
+        (data, False),
+        (dataclasses.replace(data, first=Rows(z=first, y=neurons(first))), True),
+    ):
         assert (memory_fit.best(neurons, given, 4).gate[:, 5] == -20).any() == there
 
 
@@ -145,30 +182,47 @@ def test_a_memory_that_does_not_help_starts_empty() -> None:
     checkpoint = open_checkpoint(MODEL)
     mlp = locate(checkpoint).mlp(0)
     hidden = mlp.down.shape[0]
-    noise = Rows(z=torch.randn(600, hidden, generator=draw), y=torch.randn(600, hidden, generator=draw), weight=None)
-    found, figures = memory_fit.fit(mlp, "silu", noise, entry(value_dim=hidden, bypass="affine"), seed=0)
+    noise = Rows(
+        z=torch.randn(600, hidden, generator=draw),
+        y=torch.randn(600, hidden, generator=draw),
+        weight=None,
+    )
+    found, figures = memory_fit.fit(
+        mlp, "silu", noise, entry(value_dim=hidden, bypass="affine"), seed=0
+    )
     assert not found["table.weight"].any() and figures["error"] == figures["without memory"]
 
 
-# --- the whole --------------------------------------------------------------------------------------------------------
+# --- the whole ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("init", ["slots", "fit"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi3", "gpt2", "granite", "olmo2", "llama with biases"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3_text", "phi3", "gpt2", "granite", "olmo2", "llama with biases"]
+)
 @torch.no_grad()
 def test_what_is_written_is_what_the_walk_computed(name: str, init: str, tmp_path: Path) -> None:
-    """Loaded by transformers it gives the logits of a walk; it is nearer to the source than no MLP is."""
+    """Loaded by transformers it gives the logits of a walk; it is nearer to the source than no MLP
+    is.
+    """
     save_model(
-        name.removesuffix(" with biases"), tmp_path / "source", **({"mlp_bias": True} if "biases" in name else {})
+        name.removesuffix(" with biases"),
+        tmp_path / "source",
+        **({"mlp_bias": True} if "biases" in name else {}),
     )
     checkpoint = open_checkpoint(tmp_path / "source")
     options = TINY | {"init": init, "layers": [0, 2]} | ({"reads": 0.9} if init == "slots" else {})
-    output, nothing = memory(checkpoint, **options), memory(checkpoint, **(options | {"init": "zero"}))
+    output, nothing = (
+        memory(checkpoint, **options),
+        memory(checkpoint, **(options | {"init": "zero"})),
+    )
     for folder, made in (("output", output), ("nothing", nothing)):
         write(make_plan(made), tmp_path / folder, source=checkpoint)
     want = logits_of(load(tmp_path / "source")[0])
     got, without = (logits_of(loaded(tmp_path / folder)) for folder in ("output", "nothing"))
-    most = {"slots": 0.7, "fit": 1.0}[init]  # the MLPs are of random weights: a linear map has little of them
+    most = {"slots": 0.7, "fit": 1.0}[
+        init
+    ]  # the MLPs are of random weights: a linear map has little of them
     assert (got - want).square().mean() < most * (without - want).square().mean()
     walk = Walk(open_checkpoint(tmp_path / "output"), sample_ids())
     for layer in walk:
@@ -176,13 +230,24 @@ def test_what_is_written_is_what_the_walk_computed(name: str, init: str, tmp_pat
     walked = torch.cat([part for _, part in walk.logits()], dim=1)
     torch.testing.assert_close(walked, got, rtol=0, atol=1e-5)
     report = output.steps[-1].work.report  # type: ignore[union-attr]
-    assert {"0", "2", "sample"} <= set(report) and 0 < report["0"]["error"] <= report["0"]["without memory"] < 1
+    assert {"0", "2", "sample"} <= set(report) and 0 < report["0"]["error"] <= report["0"][
+        "without memory"
+    ] < 1
 
 
 def test_bytes_are_what_was_asked_for() -> None:
     checkpoint = open_checkpoint(MODEL)
     for reads in (0.4, 0.6):
-        output = memory(checkpoint, place="replace", layers=[1], reads=reads, slots=64, heads=1, knn=4, key_dim=8)
+        output = memory(
+            checkpoint,
+            place="replace",
+            layers=[1],
+            reads=reads,
+            slots=64,
+            heads=1,
+            knn=4,
+            key_dim=8,
+        )
         (made,) = output.config["surgery_blocks"]
         mlp = locate(checkpoint).mlp(1)
         hidden = mlp.down.shape[0]
@@ -201,12 +266,18 @@ def test_perplexity_of_the_demo_model_by_init() -> None:
         "slots": 256,
         "calibration": {"tokens": 2048, "dtype": "fp32"},
     }
-    models = {init: memory(checkpoint, **options, init=init) for init in ("slots", "fit", "zero", "random")}
+    models = {
+        init: memory(checkpoint, **options, init=init)
+        for init in ("slots", "fit", "zero", "random")
+    }
     for made in models.values():
         if (work := made.steps[-1].work) is not None:
             work.folder()
     found = quality.measure({"source": checkpoint, **models}, quality.texts(checkpoint, 512, 128))
-    ratio = {n: q.perplexity["evaluation"] / found["source"].perplexity["evaluation"] for n, q in found.items()}
+    ratio = {
+        n: q.perplexity["evaluation"] / found["source"].perplexity["evaluation"]
+        for n, q in found.items()
+    }
     assert ratio["slots"] < ratio["fit"] < ratio["zero"] and ratio["slots"] < 1.2, ratio
     assert ratio["random"] > 5 * ratio["slots"], ratio
 
@@ -217,19 +288,30 @@ def test_distilled_neurons_are_nearer() -> None:
     checkpoint = open_checkpoint(MODEL)
     calibration = Calibration(tokens=4096, dtype="fp32")
     sample = calibration.sample(checkpoint)
-    steps_of_walk = calibration.walk(checkpoint, sample.input_ids).steps()  # which ends when it is forgotten
+    steps_of_walk = calibration.walk(
+        checkpoint, sample.input_ids
+    ).steps()  # which ends when it is forgotten
     layer = next(steps_of_walk)
     blocks = locate(checkpoint)
-    data = repair.observe(layer, blocks, sample, list(layer.outputs()), feedback=0.0)
+    data = observe(layer, blocks, sample, list(layer.outputs()), feedback=0.0)
     made = entry(value_dim=data.z.shape[1], width=64)
-    plain, distilled = (memory_fit.fit(blocks.mlp(0), "silu", data, made, 0, steps) for steps in (0, 40))
+    plain, distilled = (
+        memory_fit.fit(blocks.mlp(0), "silu", data, made, 0, steps) for steps in (0, 40)
+    )
     assert distilled[1]["without memory"] < 0.95 * plain[1]["without memory"]
-    assert all(not torch.equal(distilled[0][part], plain[0][part]) for part in ("gate", "up", "down"))
+    assert all(
+        not torch.equal(distilled[0][part], plain[0][part]) for part in ("gate", "up", "down")
+    )
 
 
 def test_the_cheapest_layers_are_chosen() -> None:
     checkpoint = open_checkpoint(MODEL)
-    options: dict[str, Any] = {"place": "replace", "layers": "auto", "slots": 256, "calibration": {"tokens": 512}}
+    options: dict[str, Any] = {
+        "place": "replace",
+        "layers": "auto",
+        "slots": 256,
+        "calibration": {"tokens": 512},
+    }
     one, two = (memory(checkpoint, **options, count=n).steps[-1].layers for n in (1, 2))
     assert len(one) == 1 and len(two) == 2 and set(one) < set(two)
     with pytest.raises(UsageError, match="99 layers of a model with"):
@@ -271,7 +353,10 @@ def test_a_layer_that_has_a_block_is_refused() -> None:
     checkpoint = relufy(open_checkpoint(MODEL), repair="none", layers=[1])
     with pytest.raises(SurgeryError, match="layer 1 has a sparse block already"):
         memory(checkpoint, **TINY, layers=[1])
-    assert [e["kind"] for e in memory(checkpoint, **TINY, init="zero", layers=[2]).config["surgery_blocks"]] == [
+    assert [
+        e["kind"]
+        for e in memory(checkpoint, **TINY, init="zero", layers=[2]).config["surgery_blocks"]
+    ] == [
         "sparse",
         "memory",
     ]

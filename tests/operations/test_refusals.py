@@ -1,4 +1,6 @@
-"""What cannot be converted is refused before any weight is read, with the value that was seen and what to do."""
+"""What cannot be converted is refused before any weight is read, with the value that was seen and
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,12 @@ from typing import Any
 import pytest
 from models import fake, save_model
 
-from surgery.checkpoint import Checkpoint, constant, open_checkpoint
+from surgery.checkpoint import Checkpoint, constant
 from surgery.errors import SurgeryError, UsageError
 from surgery.operations.cast import cast
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
+from surgery.storage import open_checkpoint
 
 LLAMA = fake("llama")
 AWQ = {"quantization_config": {"quant_method": "awq"}}
@@ -36,40 +39,82 @@ def refusal(operation: Callable[[], Checkpoint]) -> SurgeryError:
     return caught.value
 
 
-@pytest.mark.parametrize(("options", "seen"), [
-    ({"experts": 0, "top_k": 0}, "0 experts with top-k 0"),
-    ({"experts": -8}, "-8 experts"),
-    ({"top_k": 0}, "top-k 0"),
-    ({"experts": 4, "top_k": 5}, "top-k 5 of 4 experts"),
-    ({"experts": 1}, "top-k 2 of 1 experts"),
-    ({"router_std": -0.02}, "-0.02"),
-    ({"layers": [1, 7]}, "layers [1, 7] of a model with 3"),
-    ({"layers": [-1]}, "layers [-1]"),
-    ({"layers": []}, "no layer"),
-    ({"target": "mixtal"}, "'mixtal'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ({"experts": 0, "top_k": 0}, "0 experts with top-k 0"),
+        ({"experts": -8}, "-8 experts"),
+        ({"top_k": 0}, "top-k 0"),
+        ({"experts": 4, "top_k": 5}, "top-k 5 of 4 experts"),
+        ({"experts": 1}, "top-k 2 of 1 experts"),
+        ({"router_std": -0.02}, "-0.02"),
+        ({"layers": [1, 7]}, "layers [1, 7] of a model with 3"),
+        ({"layers": [-1]}, "layers [-1]"),
+        ({"layers": []}, "no layer"),
+        ({"target": "mixtal"}, "'mixtal'"),
+    ],
+)
 def test_impossible_options_are_wrong_usage(options: dict[str, Any], seen: str) -> None:
     error = refusal(lambda: upcycle(LLAMA, **options))
     assert seen in error.message and isinstance(error, UsageError)
 
 
-@pytest.mark.parametrize(("checkpoint", "options", "seen", "hint"), [
-    (LLAMA, {"layers": [0, 1], "target": "mixtral"}, "mixtral has experts in every layer", "leave --layers out"),
-    (LLAMA, {"target": "qwen3_moe"}, "llama does not go into qwen3_moe", "--target auto"),
-    (fake("opt"), {"target": "mixtral"}, "opt does not go into mixtral", "--target auto"),
-    (fake("llama", mlp_bias=True), {"target": "mixtral"}, "mlp_bias is True", "--target auto"),
-    (fake("llama", attention_bias=True), {"target": "mixtral"}, "attention_bias is True", "--target auto"),
-    (fake("granite", head_dim=16), {"target": "granitemoe"}, "head_dim is 16", "--target auto"),
-    (fake("qwen3", use_sliding_window=True, sliding_window=4), {"target": "qwen3_moe"}, "use_sliding_window is True", "--target auto"),
-    (fake("phi3", partial_rotary_factor=0.75), {"target": "mixtral"}, "partial_rotary_factor is 0.75", "--target auto"),
-    (fake("phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-     {"target": "mixtral"}, "partial_rotary_factor is 0.5", "--target auto"),
-    (with_biases(LLAMA, "up_proj"), {}, "layer 0 has biases", "--target surgery"),
-    (with_biases(LLAMA, "gate_proj"), {}, "layer 0 has biases", "--target surgery"),
-    (upcycle(LLAMA), {}, "mixtral is a mixture of experts already", "dense"),
-    (upcycle(fake("granite")), {}, "granitemoe is a mixture of experts already", "dense"),
-    (upcycle(fake("qwen3"), layers=[0]), {}, "qwen3_moe is a mixture of experts already", "dense"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("checkpoint", "options", "seen", "hint"),
+    [
+        (
+            LLAMA,
+            {"layers": [0, 1], "target": "mixtral"},
+            "mixtral has experts in every layer",
+            "leave --layers out",
+        ),
+        (LLAMA, {"target": "qwen3_moe"}, "llama does not go into qwen3_moe", "--target auto"),
+        (fake("opt"), {"target": "mixtral"}, "opt does not go into mixtral", "--target auto"),
+        (fake("llama", mlp_bias=True), {"target": "mixtral"}, "mlp_bias is True", "--target auto"),
+        (
+            fake("llama", attention_bias=True),
+            {"target": "mixtral"},
+            "attention_bias is True",
+            "--target auto",
+        ),
+        (fake("granite", head_dim=16), {"target": "granitemoe"}, "head_dim is 16", "--target auto"),
+        (
+            fake("qwen3", use_sliding_window=True, sliding_window=4),
+            {"target": "qwen3_moe"},
+            "use_sliding_window is True",
+            "--target auto",
+        ),
+        (
+            fake("phi3", partial_rotary_factor=0.75),
+            {"target": "mixtral"},
+            "partial_rotary_factor is 0.75",
+            "--target auto",
+        ),
+        (
+            fake(
+                "phi3",
+                rope_parameters={
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                },
+            ),
+            {"target": "mixtral"},
+            "partial_rotary_factor is 0.5",
+            "--target auto",
+        ),
+        (with_biases(LLAMA, "up_proj"), {}, "layer 0 has biases", "--target surgery"),
+        (with_biases(LLAMA, "gate_proj"), {}, "layer 0 has biases", "--target surgery"),
+        (upcycle(LLAMA), {}, "mixtral is a mixture of experts already", "dense"),
+        (upcycle(fake("granite")), {}, "granitemoe is a mixture of experts already", "dense"),
+        (
+            upcycle(fake("qwen3"), layers=[0]),
+            {},
+            "qwen3_moe is a mixture of experts already",
+            "dense",
+        ),
+    ],
+)
 def test_what_no_native_architecture_holds(
     checkpoint: Checkpoint, options: dict[str, Any], seen: str, hint: str
 ) -> None:
@@ -77,69 +122,119 @@ def test_what_no_native_architecture_holds(
     assert seen in error.message and hint in error.hint
 
 
-@pytest.mark.parametrize(("checkpoint", "options", "why"), [
-    (fake("gemma2"), {}, "no native mixture-of-experts architecture can hold a gemma2 exactly"),
-    (fake("gpt2"), {}, "can hold a gpt2 exactly"),
-    (LLAMA, {"layers": [0, 1]}, "mixtral has experts in every layer"),
-    (fake("llama", mlp_bias=True), {}, "mixtral: mlp_bias is True"),
-    (fake("llama", attention_bias=True, head_dim=16), {}, "granitemoe: head_dim is 16"),
-    (fake("granite", head_dim=16), {}, "granitemoe: head_dim is 16"),
-    (fake("qwen2", use_sliding_window=True, sliding_window=4), {}, "qwen2_moe: use_sliding_window is True"),
-    (fake("gemma", use_bidirectional_attention=True), {}, "mixtral: use_bidirectional_attention is True"),
-    (fake("hunyuan_v1_dense"), {"granularity": 4, "shared": 2}, "hunyuan_v1_moe has 1 shared expert"),
-    (fake("smollm3"), {"granularity": 2}, "llama4_text has one shared expert"),
-])  # fmt: skip
-def test_what_travels_because_of_that(checkpoint: Checkpoint, options: dict[str, Any], why: str) -> None:
+@pytest.mark.parametrize(
+    ("checkpoint", "options", "why"),
+    [
+        (fake("gemma2"), {}, "no native mixture-of-experts architecture can hold a gemma2 exactly"),
+        (fake("gpt2"), {}, "can hold a gpt2 exactly"),
+        (LLAMA, {"layers": [0, 1]}, "mixtral has experts in every layer"),
+        (fake("llama", mlp_bias=True), {}, "mixtral: mlp_bias is True"),
+        (fake("llama", attention_bias=True, head_dim=16), {}, "granitemoe: head_dim is 16"),
+        (fake("granite", head_dim=16), {}, "granitemoe: head_dim is 16"),
+        (
+            fake("qwen2", use_sliding_window=True, sliding_window=4),
+            {},
+            "qwen2_moe: use_sliding_window is True",
+        ),
+        (
+            fake("gemma", use_bidirectional_attention=True),
+            {},
+            "mixtral: use_bidirectional_attention is True",
+        ),
+        (
+            fake("hunyuan_v1_dense"),
+            {"granularity": 4, "shared": 2},
+            "hunyuan_v1_moe has 1 shared expert",
+        ),
+        (fake("smollm3"), {"granularity": 2}, "llama4_text has one shared expert"),
+    ],
+)
+def test_what_travels_because_of_that(
+    checkpoint: Checkpoint, options: dict[str, Any], why: str
+) -> None:
     """With the reason, and with the code."""
     result = upcycle(checkpoint, **options)
     step = result.steps[-1]
     assert step.parameters["target"] == "surgery" and step.exact and result.custom_code
     assert why in step.notes[0] and step.notes[0].endswith(": so it travels with its code")
     assert result.config["model_type"] == f"surgery_{checkpoint.config['model_type']}"
-    assert {f.name for f in result.files} == {"modeling_surgery.py", "experts_mlp.py", "sparse_mlp.py"}
+    assert {f.name for f in result.files} == {
+        "modeling_surgery.py",
+        "experts_mlp.py",
+        "sparse_mlp.py",
+    }
 
 
 def test_a_language_model_among_towers() -> None:
     """Its text_config has the numbers: a Mixtral config around a vision tower would not load."""
-    checkpoint = LLAMA.replace(config={"model_type": "llava", "text_config": LLAMA.config, "vision_config": {}})
+    checkpoint = LLAMA.replace(
+        config={"model_type": "llava", "text_config": LLAMA.config, "vision_config": {}}
+    )
     error = refusal(lambda: upcycle(checkpoint))
     assert "llava is multimodal" in error.message and "llama" in error.hint
 
 
 @pytest.mark.parametrize("operation", [upcycle, relufy])
-@pytest.mark.parametrize(("checkpoint", "seen"), [
-    (fake("llama", quantization_config={"quant_method": "gptq", "bits": 4}), "'gptq'"),
-    (LLAMA.replace(config={"model_type": "llava", "text_config": {**LLAMA.config, **AWQ}}), "'awq'"),
-    (with_tensor(LLAMA, "model.layers.1.mlp.up_proj.weight", "F8_E4M3"), "model.layers.1.mlp.up_proj.weight is F8_E4M3"),
-    (with_tensor(LLAMA, "model.layers.1.mlp.up_proj.weight_scale_inv"), "weight_scale_inv"),
-    (with_tensor(LLAMA, "model.layers.1.mlp.up_proj.qweight", "I32"), "qweight is I32"),
-])  # fmt: skip
-def test_quantised_weights(operation: Callable[[Checkpoint], Checkpoint], checkpoint: Checkpoint, seen: str) -> None:
+@pytest.mark.parametrize(
+    ("checkpoint", "seen"),
+    [
+        (fake("llama", quantization_config={"quant_method": "gptq", "bits": 4}), "'gptq'"),
+        (
+            LLAMA.replace(config={"model_type": "llava", "text_config": {**LLAMA.config, **AWQ}}),
+            "'awq'",
+        ),
+        (
+            with_tensor(LLAMA, "model.layers.1.mlp.up_proj.weight", "F8_E4M3"),
+            "model.layers.1.mlp.up_proj.weight is F8_E4M3",
+        ),
+        (with_tensor(LLAMA, "model.layers.1.mlp.up_proj.weight_scale_inv"), "weight_scale_inv"),
+        (with_tensor(LLAMA, "model.layers.1.mlp.up_proj.qweight", "I32"), "qweight is I32"),
+    ],
+)
+def test_quantised_weights(
+    operation: Callable[[Checkpoint], Checkpoint], checkpoint: Checkpoint, seen: str
+) -> None:
     error = refusal(lambda: operation(checkpoint))
     assert "quantised" in error.message and seen in error.message and "bf16" in error.hint
 
 
 @pytest.mark.parametrize("operation", [upcycle, relufy])
 @pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
-def test_an_mlp_that_lacks_a_tensor_is_found_before_any_write(operation: Any, part: str, tmp_path: Path) -> None:
+def test_an_mlp_that_lacks_a_tensor_is_found_before_any_write(
+    operation: Any, part: str, tmp_path: Path
+) -> None:
     """The plan is never made: nothing that a writer could begin with."""
     save_model("llama", tmp_path)
     checkpoint, name = open_checkpoint(tmp_path), f"model.layers.2.mlp.{part}.weight"
-    incomplete = checkpoint.replace(tensors={n: t for n, t in checkpoint.tensors.items() if n != name})
+    incomplete = checkpoint.replace(
+        tensors={n: t for n, t in checkpoint.tensors.items() if n != name}
+    )
     error = refusal(lambda: operation(incomplete))
     assert f"layer 2 has no tensor {name}, which other layers have" in error.message
-    nowhere = checkpoint.replace(tensors={n: t for n, t in checkpoint.tensors.items() if f".{part}." not in n})
+    nowhere = checkpoint.replace(
+        tensors={n: t for n, t in checkpoint.tensors.items() if f".{part}." not in n}
+    )
     error = refusal(lambda: operation(nowhere))
-    assert f"layer 0 has no tensor model.layers.0.mlp.{part}.weight, which a llama needs" in error.message
+    assert (
+        f"layer 0 has no tensor model.layers.0.mlp.{part}.weight, which a llama needs"
+        in error.message
+    )
 
 
 @pytest.mark.parametrize("operation", [upcycle, relufy])
-def test_a_tensor_missing_outside_the_mlps_is_found_before_any_write(operation: Any, tmp_path: Path) -> None:
+def test_a_tensor_missing_outside_the_mlps_is_found_before_any_write(
+    operation: Any, tmp_path: Path
+) -> None:
     """Found at 91% of a conversion, it cost hours."""
     save_model("llama", tmp_path)
     checkpoint = open_checkpoint(tmp_path)
-    for name, seen in (("model.layers.1.self_attn.k_proj.weight",) * 2, ("model.embed_tokens.weight", "embedding")):
-        incomplete = checkpoint.replace(tensors={n: t for n, t in checkpoint.tensors.items() if n != name})
+    for name, seen in (
+        ("model.layers.1.self_attn.k_proj.weight",) * 2,
+        ("model.embed_tokens.weight", "embedding"),
+    ):
+        incomplete = checkpoint.replace(
+            tensors={n: t for n, t in checkpoint.tensors.items() if n != name}
+        )
         assert seen in refusal(lambda c=incomplete: operation(c)).message
 
 
@@ -148,18 +243,25 @@ def test_unknown_families(operation: Any) -> None:
     error = refusal(lambda: operation(LLAMA.replace(config={**LLAMA.config, "model_type": "lama"})))
     assert "'lama'" in error.message and "llama" in error.hint
     error = refusal(
-        lambda: operation(LLAMA.replace(tensors={"model.embed_tokens.weight": constant(0.0, (4, 4), "F32")}))
+        lambda: operation(
+            LLAMA.replace(tensors={"model.embed_tokens.weight": constant(0.0, (4, 4), "F32")})
+        )
     )
     assert "no tensor of a llama layer among 1" in error.message
 
 
-@pytest.mark.parametrize(("checkpoint", "activation", "seen"), [
-    (fake("opt"), "relu", "activation of this opt is relu already"),
-    (fake("llama", hidden_act="relu"), "relu", "activation of this llama is relu already"),
-    (fake("nemotron"), "relu2", "activation of this nemotron is relu2 already"),
-    (LLAMA, "gelu", "'gelu'"),
-])  # fmt: skip
-def test_an_activation_that_changes_nothing(checkpoint: Checkpoint, activation: str, seen: str) -> None:
+@pytest.mark.parametrize(
+    ("checkpoint", "activation", "seen"),
+    [
+        (fake("opt"), "relu", "activation of this opt is relu already"),
+        (fake("llama", hidden_act="relu"), "relu", "activation of this llama is relu already"),
+        (fake("nemotron"), "relu2", "activation of this nemotron is relu2 already"),
+        (LLAMA, "gelu", "'gelu'"),
+    ],
+)
+def test_an_activation_that_changes_nothing(
+    checkpoint: Checkpoint, activation: str, seen: str
+) -> None:
     assert seen in refusal(lambda: relufy(checkpoint, activation=activation)).message
 
 

@@ -1,7 +1,7 @@
 """What is written loads in transformers 4.57 too, with the same logits.
 
-It ignores what only transformers 5 says (rope_parameters, dtype, a tokenizer class that it has not) without a word: a
-model then loads with rope_theta 10000, in fp32, and speaks gibberish.
+It ignores what only transformers 5 says (rope_parameters, dtype, a tokenizer class that it has not)
+without a word: a model then loads with rope_theta 10000, in fp32, and speaks gibberish.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from models import RELUFIED, UPCYCLED
 def found(workshop: Any, run_transformers_4: Any) -> dict[str, Any]:
     """Every conversion, in one process: its import costs more than all the models."""
     names = (*UPCYCLED, *RELUFIED)
-    job = {n: {"folder": str(workshop.convert(n).output), "expected": str(workshop.expected(n))} for n in names}
+    job = {
+        n: {"folder": str(workshop.convert(n).output), "expected": str(workshop.expected(n))}
+        for n in names
+    }
     result: dict[str, Any] = run_transformers_4({"models": job})["models"]
     return result
 

@@ -1,8 +1,8 @@
 """Upcycling keeps the function exactly, in the stock class of the target, for every route.
 
-What could break it: routing weights that do not sum to one, a rope or window that the target's class assumes otherwise,
-a scale that the source's class applies and the target's does not, experts or a head that the loader initialises anew
-because their names are not the ones it looks for.
+What could break it: routing weights that do not sum to one, a rope or window that the target's
+class assumes otherwise, a scale that the source's class applies and the target's does not, experts
+or a head that the loader initialises anew because their names are not the ones it looks for.
 """
 
 from __future__ import annotations
@@ -15,14 +15,27 @@ from typing import Any
 
 import pytest
 import torch
-from models import LAYERS, LLAMA3, ONLY_5, UPCYCLED, Workshop, fake, greedy, load, logits_of, read_config, save_model
+from models import (
+    LAYERS,
+    LLAMA3,
+    ONLY_5,
+    UPCYCLED,
+    Workshop,
+    fake,
+    greedy,
+    load,
+    logits_of,
+    read_config,
+    save_model,
+)
 from safetensors.torch import load_file, save_file
 
-from surgery.checkpoint import Checkpoint, make_plan, open_checkpoint, write
+from surgery.checkpoint import Checkpoint, make_plan
 from surgery.checkpoint.compat import complete
 from surgery.families.targets import ROUTES
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
+from surgery.storage import open_checkpoint, write
 
 
 def delta(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -48,19 +61,30 @@ def test_the_stock_class_computes_the_same(name: str, workshop: Workshop) -> Non
 
 
 def _check_experts(model: Any, options: dict[str, Any]) -> None:
-    """As many experts as asked for, in the layers asked for, as many of them active as asked for."""
+    """As many experts as asked for, in the layers asked for, as many of them active as asked
+    for.
+    """
     layers = options.get("layers", range(options.get("dense_first", 0), LAYERS))
-    experts = [p.shape[0] for n, p in model.named_parameters() if n.endswith("experts.gate_up_proj")]
+    experts = [
+        p.shape[0] for n, p in model.named_parameters() if n.endswith("experts.gate_up_proj")
+    ]
     assert experts == [options.get("experts", 4)] * len(layers)
     active = {m.top_k for m in model.modules() if isinstance(getattr(m, "top_k", None), int)}
     assert active == {options.get("top_k", 2)}
 
 
-DEFAULT_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_theta": 1e4, "rope_scaling": None}
+DEFAULT_ROPE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "rope_theta": 1e4,
+    "rope_scaling": None,
+}
 HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 # One field of config.json wrong, as the target's class would have it by default or by mistake.
 WRONG: dict[str, dict[str, Any]] = {
-    "llama, silent config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": 1e6},
+    "llama, silent config": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "rope_theta": 1e6,
+    },
     "llama with llama3 rope": DEFAULT_ROPE,
     "llama with attention biases": {"attention_multiplier": 1.0},
     "mistral": {"sliding_window": None},
@@ -72,21 +96,29 @@ WRONG: dict[str, dict[str, Any]] = {
     "olmo2": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 5e5},
     "gemma": {"hidden_act": "silu"},
     "qwen2 into glm4_moe": {"partial_rotary_factor": 0.5, "rope_parameters": HALF_ROTARY},
-    "phi3 with partial rotary": {"partial_rotary_factor": 1.0, "rope_parameters": DEFAULT_ROPE["rope_parameters"]},
+    "phi3 with partial rotary": {
+        "partial_rotary_factor": 1.0,
+        "rope_parameters": DEFAULT_ROPE["rope_parameters"],
+    },
     "qwen3 into glm4_moe": {"norm_topk_prob": False},
     "qwen3, G=2": {"routed_scaling_factor": 1.0},
     "qwen3 with windows": {"layer_types": ["full_attention"] * LAYERS},
     "granite into granitemoeshared": {"attention_multiplier": 1.0},
     "smollm3": {"no_rope_layers": [1, 1, 1]},
     "ernie4_5": DEFAULT_ROPE,
-    "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 5e5},
+    "hunyuan_v1_dense": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "rope_theta": 5e5,
+    },
     "llama with llama3 rope into gpt_oss": {"swiglu_alpha": 1.702},
     "mistral into gpt_oss": {"layer_types": ["full_attention"] * LAYERS},
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_field_of_the_config_shows_in_the_logits(name: str, workshop: Workshop, tmp_path: Path) -> None:
+def test_a_wrong_field_of_the_config_shows_in_the_logits(
+    name: str, workshop: Workshop, tmp_path: Path
+) -> None:
     """Else parity on these models would prove nothing of that field."""
     c = workshop.convert(name)
     wrong = Path(shutil.copytree(c.output, tmp_path / "wrong"))
@@ -96,7 +128,7 @@ def test_a_wrong_field_of_the_config_shows_in_the_logits(name: str, workshop: Wo
     assert delta(logits_of(model), c.logits) > 1e-3
 
 
-# --- config.json ----------------------------------------------------------------------------------------------------
+# --- config.json ----------------------------------------------------------------------------------
 
 
 def written_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -105,24 +137,43 @@ def written_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def test_both_versions_names_are_written(workshop: Workshop) -> None:
-    """What transformers 5 saves has neither rope_theta nor torch_dtype, which is all that 4 reads."""
+    """What transformers 5 saves has neither rope_theta nor torch_dtype, which is all that 4
+    reads.
+    """
     c = workshop.convert("llama with llama3 rope")
     before, after = read_config(c.source), read_config(c.output)
     assert {"rope_theta", "rope_scaling", "torch_dtype"}.isdisjoint(before)
     expected = {
-        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "rope_theta": 500000.0, "rope_parameters": LLAMA3,
-        "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}, "dtype": "float32",
-        "torch_dtype": "float32", "tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2,
-        "intermediate_size": 48, "head_dim": 8, "num_key_value_heads": 2, "sliding_window": None,
-    }  # fmt: skip
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "rope_theta": 500000.0,
+        "rope_parameters": LLAMA3,
+        "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"},
+        "dtype": "float32",
+        "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "sliding_window": None,
+    }
     assert {k: after.get(k, "absent") for k in expected} == expected
     assert after["dtype"] == before["dtype"]
 
 
 def test_qwen3_moe_is_told_what_it_would_assume_otherwise(workshop: Workshop) -> None:
     """norm_topk_prob is False by default; 4 reads num_experts, 5 num_local_experts."""
-    expected = {"norm_topk_prob": True, "num_experts": 4, "num_local_experts": 4, "decoder_sparse_step": 1,
-                "moe_intermediate_size": 48, "intermediate_size": 48, "head_dim": 16}  # fmt: skip
+    expected = {
+        "norm_topk_prob": True,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 48,
+        "intermediate_size": 48,
+        "head_dim": 16,
+    }
     for name, dense in (("qwen3", []), ("qwen3, two layers", [1])):
         after = read_config(workshop.convert(name).output)
         assert {k: after.get(k, "absent") for k in (*expected, "mlp_only_layers")} == {
@@ -132,21 +183,64 @@ def test_qwen3_moe_is_told_what_it_would_assume_otherwise(workshop: Workshop) ->
 
 
 def test_windows_and_ties_are_kept(workshop: Workshop) -> None:
-    for name, window, tied in (("mistral", 8, False), ("mistral without window", None, False),
-                               ("phi3 with window, k=E", 8, False), ("llama tied, k=1", None, True)):  # fmt: skip
+    for name, window, tied in (
+        ("mistral", 8, False),
+        ("mistral without window", None, False),
+        ("phi3 with window, k=E", 8, False),
+        ("llama tied, k=1", None, True),
+    ):
         config = read_config(workshop.convert(name).output)
         assert (config["sliding_window"], config["tie_word_embeddings"]) == (window, tied)
 
 
-@pytest.mark.parametrize(("model_type", "expected"), [
-    ("llama", {"rope_theta": 1e4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "sliding_window": None}),
-    ("mistral", {"rope_theta": 1e4, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "sliding_window": 4096}),
-    ("phi3", {"rope_theta": 1e4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "sliding_window": None}),
-    ("gemma", {"rope_theta": 1e4, "num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"}),
-    ("olmo2", {"rope_theta": 1e4, "rms_norm_eps": 1e-5, "pad_token_id": 1}),
-])  # fmt: skip
-def test_a_silent_config_means_what_its_own_class_assumes(model_type: str, expected: dict[str, Any]) -> None:
-    """Mixtral assumes rope_theta 1e6, 8 key-value heads, eps 1e-5 and no window; Flex-OLMo rope_theta 5e5."""
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        (
+            "llama",
+            {
+                "rope_theta": 1e4,
+                "num_key_value_heads": 2,
+                "rms_norm_eps": 1e-6,
+                "sliding_window": None,
+            },
+        ),
+        (
+            "mistral",
+            {
+                "rope_theta": 1e4,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-6,
+                "sliding_window": 4096,
+            },
+        ),
+        (
+            "phi3",
+            {
+                "rope_theta": 1e4,
+                "num_key_value_heads": 2,
+                "rms_norm_eps": 1e-5,
+                "sliding_window": None,
+            },
+        ),
+        (
+            "gemma",
+            {
+                "rope_theta": 1e4,
+                "num_key_value_heads": 16,
+                "head_dim": 256,
+                "hidden_act": "gelu_pytorch_tanh",
+            },
+        ),
+        ("olmo2", {"rope_theta": 1e4, "rms_norm_eps": 1e-5, "pad_token_id": 1}),
+    ],
+)
+def test_a_silent_config_means_what_its_own_class_assumes(
+    model_type: str, expected: dict[str, Any]
+) -> None:
+    """Mixtral assumes rope_theta 1e6, 8 key-value heads, eps 1e-5 and no window; Flex-OLMo
+    rope_theta 5e5.
+    """
     config = written_config(upcycle(fake(model_type), experts=2))
     assert {k: config.get(k, "absent") for k in expected} == expected
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e4}
@@ -154,22 +248,33 @@ def test_a_silent_config_means_what_its_own_class_assumes(model_type: str, expec
 
 
 def test_null_key_value_heads_are_as_many_as_heads() -> None:
-    assert written_config(upcycle(fake("llama", num_key_value_heads=None), experts=2))["num_key_value_heads"] == 2
+    assert (
+        written_config(upcycle(fake("llama", num_key_value_heads=None), experts=2))[
+            "num_key_value_heads"
+        ]
+        == 2
+    )
 
 
 def test_unknown_fields_are_kept_but_code_is_not_named() -> None:
     """A Mixtral that named the code of the source would run that instead."""
     checkpoint = fake(
-        "phi3", auto_map={"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}, license={"by": ["me"]}
+        "phi3",
+        auto_map={"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+        license={"by": ["me"]},
     )
     result = upcycle(checkpoint.replace(custom_code=True), experts=2)
     config = written_config(result)
-    assert config["license"] == {"by": ["me"]} and "auto_map" not in config and not result.custom_code
+    assert (
+        config["license"] == {"by": ["me"]} and "auto_map" not in config and not result.custom_code
+    )
 
 
 def test_the_tokenizer_class_is_one_that_4_has(workshop: Workshop) -> None:
     c = workshop.convert("llama in bf16")
-    before, after = (json.loads((f / "tokenizer_config.json").read_text()) for f in (c.source, c.output))
+    before, after = (
+        json.loads((f / "tokenizer_config.json").read_text()) for f in (c.source, c.output)
+    )
     assert before["tokenizer_class"] == "TokenizersBackend"
     assert after == before | {"tokenizer_class": "PreTrainedTokenizerFast"}
     assert (c.output / "tokenizer.json").read_bytes() == (c.source / "tokenizer.json").read_bytes()
@@ -177,41 +282,62 @@ def test_the_tokenizer_class_is_one_that_4_has(workshop: Workshop) -> None:
 
 @pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
 def test_longrope_has_one_name(name: str) -> None:
-    """The first Phi-3 files call it "su"; a Mixtral knows "longrope" alone, and "yarn" as something else."""
+    """The first Phi-3 files call it "su"; a Mixtral knows "longrope" alone, and "yarn" as something
+    else.
+    """
     factors = {"short_factor": [1.0], "long_factor": [2.0]}
-    source = fake("phi3", rope_theta=1e4, rope_scaling={"type": name, **factors}, original_max_position_embeddings=16)
+    source = fake(
+        "phi3",
+        rope_theta=1e4,
+        rope_scaling={"type": name, **factors},
+        original_max_position_embeddings=16,
+    )
     config = written_config(upcycle(source, experts=2))
     assert config["rope_scaling"] == {"type": "longrope", **factors}
     assert config["rope_parameters"] == {"rope_type": "longrope", "rope_theta": 1e4, **factors}
     assert config["original_max_position_embeddings"] == 16
 
 
-@pytest.mark.parametrize("name", [n for n in UPCYCLED if "rope" in n or "yarn" in n or "config" in n])
+@pytest.mark.parametrize(
+    "name", [n for n in UPCYCLED if "rope" in n or "yarn" in n or "config" in n]
+)
 def test_completing_a_config_twice_changes_nothing(name: str, workshop: Workshop) -> None:
     """Upcycling completes it once, the plan once more, and each further conversion again."""
-    for config in (read_config(workshop.convert(name).source), read_config(workshop.convert(name).output)):
+    for config in (
+        read_config(workshop.convert(name).source),
+        read_config(workshop.convert(name).output),
+    ):
         assert complete(complete(config)) == complete(config)
 
 
-# --- the head -------------------------------------------------------------------------------------------------------
+# --- the head -------------------------------------------------------------------------------------
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-@pytest.mark.parametrize(("kind", "names", "noted"), [
-    ("tied and equal", {EMBEDDING}, False),
-    ("tied and different", {HEAD, EMBEDDING}, True),
-    ("untied", {HEAD, EMBEDDING}, False),
-])  # fmt: skip
-def test_a_head_is_left_out_where_it_is_the_embedding(kind: str, names: set[str], noted: bool, tmp_path: Path) -> None:
-    """Transformers leaves a tied head out when it saves; other writers do not, and some train it apart all the same."""
+@pytest.mark.parametrize(
+    ("kind", "names", "noted"),
+    [
+        ("tied and equal", {EMBEDDING}, False),
+        ("tied and different", {HEAD, EMBEDDING}, True),
+        ("untied", {HEAD, EMBEDDING}, False),
+    ],
+)
+def test_a_head_is_left_out_where_it_is_the_embedding(
+    kind: str, names: set[str], noted: bool, tmp_path: Path
+) -> None:
+    """Transformers leaves a tied head out when it saves; other writers do not, and some train it
+    apart all the same.
+    """
     source, out = tmp_path / "source", tmp_path / "out"
     save_model("llama" if kind == "untied" else "llama tied", source)
     file = source / "model.safetensors"
     tensors = load_file(file)
     if kind != "untied":
         assert HEAD not in tensors
-        tensors[HEAD] = tensors[EMBEDDING].clone() if "equal" in kind else tensors[EMBEDDING].flip(0)
+        tensors[HEAD] = (
+            tensors[EMBEDDING].clone() if "equal" in kind else tensors[EMBEDDING].flip(0)
+        )
         save_file(tensors, file, metadata={"format": "pt"})
     checkpoint = open_checkpoint(source)
     result = upcycle(checkpoint, experts=2)
@@ -224,7 +350,7 @@ def test_a_head_is_left_out_where_it_is_the_embedding(kind: str, names: set[str]
     assert torch.equal(model.lm_head.weight, tensors.get(HEAD, tensors[EMBEDDING]))
 
 
-# --- the router -----------------------------------------------------------------------------------------------------
+# --- the router -----------------------------------------------------------------------------------
 
 ROUTER = "model.layers.{}.mlp.gate.weight"
 
@@ -245,7 +371,9 @@ def test_router_values_are_decided_by_seed_and_name() -> None:
 
 
 def test_router_values_are_those_of_other_machines() -> None:
-    """A generator whose stream changed between versions would make a resumed output a mixture of two."""
+    """A generator whose stream changed between versions would make a resumed output a mixture of
+    two.
+    """
     values = upcycle(fake("qwen3"), experts=2).tensors[ROUTER.format(0)].read()[0, :3]
     assert values.tolist() == pytest.approx([-0.00441332, -0.0013325, 0.02304584], abs=1e-8)
 
@@ -264,11 +392,13 @@ def test_bytes_do_not_depend_on_run_or_shards(tmp_path: Path) -> None:
     assert whole.keys() == parts.keys() and all(torch.equal(whole[n], parts[n]) for n in whole)
 
 
-# --- what training starts from --------------------------------------------------------------------------------------
+# --- what training starts from --------------------------------------------------------------------
 
 
 def test_bf16_logits_are_as_near_as_rounding_lets_them(workshop: Workshop) -> None:
-    """Identical experts and weights that sum to one: only the order of bf16 sums differs (8 bits of mantissa)."""
+    """Identical experts and weights that sum to one: only the order of bf16 sums differs (8 bits of
+    mantissa).
+    """
     c = workshop.convert("llama in bf16")
     (source, _), (model, _) = load(c.source, torch.bfloat16), load(c.output, torch.bfloat16)
     a, b = logits_of(source).float(), logits_of(model).float()
@@ -292,8 +422,22 @@ def test_relufy_and_upcycle_commute(tmp_path: Path) -> None:
 def test_the_step_says_what_was_done() -> None:
     step = upcycle(fake("qwen3"), experts=4, top_k=1, layers=[2, 0], seed=7).steps[-1]
     assert (step.exact, step.layers) == (True, (0, 2))
-    assert step.parameters == {"experts": 4, "top_k": 1, "granularity": 1, "shared": 0, "layers": [0, 2], "target": "qwen3_moe",
-                               "drop": 0.0, "noise": 0.0, "expert_models": [], "attention": "base", "router": "normal",
-                               "router_std": 0.02, "seed": 7}  # fmt: skip
-    assert upcycle(fake("qwen3"), **step.parameters).steps[-1] == dataclasses.replace(step, notes=step.notes[1:])
+    assert step.parameters == {
+        "experts": 4,
+        "top_k": 1,
+        "granularity": 1,
+        "shared": 0,
+        "layers": [0, 2],
+        "target": "qwen3_moe",
+        "drop": 0.0,
+        "noise": 0.0,
+        "expert_models": [],
+        "attention": "base",
+        "router": "normal",
+        "router_std": 0.02,
+        "seed": 7,
+    }
+    assert upcycle(fake("qwen3"), **step.parameters).steps[-1] == dataclasses.replace(
+        step, notes=step.notes[1:]
+    )
     assert "never gets a gradient" in step.notes[1]

@@ -1,8 +1,10 @@
-"""Models that no native architecture holds: upcycled into a block that travels, they compute what they did.
+"""Models that no native architecture holds: upcycled into a block that travels, they compute what
+they did.
 
-In both versions of transformers, loaded, offloaded, saved again and generating. What could break it: neurons that are joined
-along the wrong dimension of a fused or transposed matrix, biases, a window or soft cap that the stock class has, a head that
-loses its tie, copies of which a token gets a part.
+In both versions of transformers, loaded, offloaded, saved again and generating. What could break
+it: neurons that are joined along the wrong dimension of a fused or transposed matrix, biases, a
+window or soft cap that the stock class has, a head that loses its tie, copies of which a token gets
+a part.
 """
 
 from __future__ import annotations
@@ -18,18 +20,23 @@ from models import LAYERS, VOCAB, greedy, load, logits_of, sample_ids, save_mode
 from safetensors.torch import load_file
 from support import found_by_transformers_4
 
-from surgery.analysis.copies import torn_copies
-from surgery.checkpoint import Checkpoint, make_plan, open_checkpoint, write
-from surgery.operations.experts import joined, part
+from surgery.checkpoint import Checkpoint, make_plan
+from surgery.fitting.experts import joined, part
 from surgery.operations.upcycle import upcycle
-from surgery.verification import verify
+from surgery.proof.copies import torn_copies
+from surgery.proof.verification import verify
+from surgery.storage import open_checkpoint, write
 
 FINE: dict[str, Any] = {"granularity": 4, "experts": 12, "top_k": 6, "shared": 1}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    name: (name, {}) for name in ("gemma2", "gemma3_text", "gpt2", "gpt_neox", "falcon", "nemotron", "opt")
+    name: (name, {})
+    for name in ("gemma2", "gemma3_text", "gpt2", "gpt_neox", "falcon", "nemotron", "opt")
 } | {
     "smollm3, mlp biases": ("smollm3", {"config": {"mlp_bias": True}}),
-    "llama tied, mlp biases, one layer": ("llama tied", {"config": {"mlp_bias": True}, "layers": [1]}),
+    "llama tied, mlp biases, one layer": (
+        "llama tied",
+        {"config": {"mlp_bias": True}, "layers": [1]},
+    ),
     "qwen2 with windows": ("qwen2 with windows", {}),
     "llama with llama3 rope, k=1": ("llama with llama3 rope", {"target": "surgery", "top_k": 1}),
     "phi3 with longrope": ("phi3 with longrope", {"target": "surgery"}),
@@ -39,8 +46,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, fine": ("gpt2", FINE),
     "opt, fine, one layer": ("opt", {**FINE, "layers": [1]}),
     "phi3, fine": ("phi3", {"target": "surgery", **FINE}),
-    "olmo2, fine, k=E": ("olmo2", {"target": "surgery", "granularity": 3, "experts": 12, "top_k": 12}),
-}  # fmt: skip
+    "olmo2, fine, k=E": (
+        "olmo2",
+        {"target": "surgery", "granularity": 3, "experts": 12, "top_k": 12},
+    ),
+}
 
 
 class Shop:
@@ -60,7 +70,10 @@ class Shop:
         result = upcycle(checkpoint, **options)
         write(make_plan(result), output, source=checkpoint)
         reference, _ = load(source)
-        torch.save({"ids": sample_ids(), "logits": logits_of(reference), "tokens": greedy(reference)}, f"{output}.pt")
+        torch.save(
+            {"ids": sample_ids(), "logits": logits_of(reference), "tokens": greedy(reference)},
+            f"{output}.pt",
+        )
         return source, output, result
 
 
@@ -69,7 +82,9 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
     return Shop(tmp_path_factory.mktemp("upcycled"))
 
 
-def loaded(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, dict[str, Any]]:
+def loaded(
+    folder: Path, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Any, dict[str, Any]]:
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, trust_remote_code=True, output_loading_info=True, **options
     )
@@ -91,7 +106,9 @@ def test_it_computes_what_the_source_does(name: str, shop: Shop) -> None:
     assert_same(model, output)
     options = CASES[name][1]
     blocks = [m for m in model.modules() if type(m).__name__ == "ExpertsMLP"]
-    assert [b.experts for b in blocks] == [options.get("experts", 4)] * len(options.get("layers", range(LAYERS)))
+    assert [b.experts for b in blocks] == [options.get("experts", 4)] * len(
+        options.get("layers", range(LAYERS))
+    )
     assert {b.router.top_k for b in blocks} == {options.get("top_k", 2)}
 
 
@@ -109,8 +126,14 @@ VERIFIED = (
 def test_it_is_verified_layer_by_layer(name: str, shop: Shop) -> None:
     source, output, result = shop.case(name)
     shards = 3 if "fine" in name else 1
-    found = verify(open_checkpoint(source), open_checkpoint(output), exact=True, layers=result.steps[-1].layers,
-                   torn=shards, tokens=256)  # fmt: skip
+    found = verify(
+        open_checkpoint(source),
+        open_checkpoint(output),
+        exact=True,
+        layers=result.steps[-1].layers,
+        torn=shards,
+        tokens=256,
+    )
     rows = {r.check: r for r in found.rows}
     assert found.passed and rows["logits max|Δ| in fp32"].value >= 0  # type: ignore[operator]
     control = next(r for r in found.rows if r.check.startswith("control"))
@@ -135,7 +158,10 @@ def test_bf16_logits_are_as_near_as_rounding_lets_them(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(source)
     write(make_plan(upcycle(checkpoint, experts=4, router_std=0.3)), output, source=checkpoint)
     exact = logits_of(load(source)[0])
-    a, b = (logits_of(m).float() for m in (load(source, torch.bfloat16)[0], loaded(output, torch.bfloat16)[0]))
+    a, b = (
+        logits_of(m).float()
+        for m in (load(source, torch.bfloat16)[0], loaded(output, torch.bfloat16)[0])
+    )
     rounding = (a - exact).abs().mean()
     assert rounding > 0 and (b - exact).abs().mean() <= 1.3 * rounding
 
@@ -149,16 +175,23 @@ def test_saved_again_it_is_the_same(shop: Shop, tmp_path: Path) -> None:
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
     again, found = loaded(tmp_path)
     assert found == {}
-    torch.testing.assert_close(logits_of(again), torch.load(f"{output}.pt")["logits"], rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        logits_of(again), torch.load(f"{output}.pt")["logits"], rtol=0, atol=1e-4
+    )
 
 
-@pytest.mark.parametrize("places", [
-    {"model.layers.1": "disk", "model.layers.2": "cpu"},
-    {"model.layers.1": "cpu", "model.layers.2": "disk"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"model.layers.1": "disk", "model.layers.2": "cpu"},
+        {"model.layers.1": "cpu", "model.layers.2": "disk"},
+    ],
+)
 def test_offloaded_it_is_the_same(places: dict[str, str], shop: Shop, tmp_path: Path) -> None:
     _, output, _ = shop.case("gemma3_text")
-    outer = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0"), "cpu")
+    outer = dict.fromkeys(
+        ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0"), "cpu"
+    )
     if hasattr(loaded(output)[0].model, "rotary_emb_local"):
         outer["model.rotary_emb_local"] = "cpu"
     model, _ = loaded(output, device_map={**outer, **places}, offload_folder=tmp_path)
@@ -184,7 +217,7 @@ def test_it_learns(shop: Shop) -> None:
         assert (mlp.router.weight.grad.norm().item() > 1e-3) == learns
 
 
-# --- tensors --------------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 def test_gate_and_up_are_copied_by_the_kernel_and_down_is_read_once(tmp_path: Path) -> None:
@@ -205,7 +238,9 @@ def test_gate_and_up_are_copied_by_the_kernel_and_down_is_read_once(tmp_path: Pa
 def test_expert_e_is_part_j_of_copy_c_after_the_shared_ones(shop: Shop) -> None:
     source, output, _ = shop.case("gpt2, fine")
     old, new = (load_file(f / "model.safetensors") for f in (source, output))
-    up, wide = (t["transformer.h.0.mlp.c_fc.weight"] for t in (old, new))  # Conv1D: a column for each neuron
+    up, wide = (
+        t["transformer.h.0.mlp.c_fc.weight"] for t in (old, new)
+    )  # Conv1D: a column for each neuron
     w = up.shape[1] // 4
     assert wide.shape[1] == 13 * w and torch.equal(wide[:, :w], up[:, :w])
     for e in range(12):
@@ -213,7 +248,9 @@ def test_expert_e_is_part_j_of_copy_c_after_the_shared_ones(shop: Shop) -> None:
         assert torch.equal(wide[:, (1 + e) * w : (2 + e) * w], up[:, j * w : (j + 1) * w])
     router = new["transformer.h.0.mlp.router.weight"].view(4, 3, -1)
     assert torch.equal(router, router[:, :1].expand_as(router))
-    assert torch.equal(new["transformer.h.0.mlp.c_proj.bias"], old["transformer.h.0.mlp.c_proj.bias"])
+    assert torch.equal(
+        new["transformer.h.0.mlp.c_proj.bias"], old["transformer.h.0.mlp.c_proj.bias"]
+    )
 
 
 def test_parts_joined_are_the_whole(tmp_path: Path) -> None:
@@ -235,10 +272,15 @@ def test_experts_of_several_models_with_biases(tmp_path: Path) -> None:
     made = upcycle(models[0], expert_models=models[1:])
     assert made.steps[-1].exact is False and made.steps[-1].parameters["experts"] == 2
     start = "transformer.h.2.mlp."
-    each = [[m.tensors[f"{start}{n}"].read() for m in models[1:]] for n in ("c_fc.weight", "c_fc.bias", "c_proj.bias")]
+    each = [
+        [m.tensors[f"{start}{n}"].read() for m in models[1:]]
+        for n in ("c_fc.weight", "c_fc.bias", "c_proj.bias")
+    ]
     assert torch.equal(made.tensors[f"{start}c_fc.weight"].read(), torch.cat(each[0], 1))
     assert torch.equal(made.tensors[f"{start}c_fc.bias"].read(), torch.cat(each[1]))
-    torch.testing.assert_close(made.tensors[f"{start}c_proj.bias"].read(), (each[2][0] + each[2][1]) / 2)
+    torch.testing.assert_close(
+        made.tensors[f"{start}c_proj.bias"].read(), (each[2][0] + each[2][1]) / 2
+    )
 
 
 def test_dropped_neurons_have_their_biases_drawn_too(tmp_path: Path) -> None:
@@ -252,12 +294,14 @@ def test_dropped_neurons_have_their_biases_drawn_too(tmp_path: Path) -> None:
     assert torch.equal(changed.flatten(), (wide != weight.repeat(1, 2)).any(0))
 
 
-# --- transformers 4 -------------------------------------------------------------------------------------------------------
+# --- transformers 4 -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def found_by_4(shop: Shop, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return found_by_transformers_4({n: shop.case(n)[1] for n in CASES}, tmp_path_factory.mktemp("modules"))
+    return found_by_transformers_4(
+        {n: shop.case(n)[1] for n in CASES}, tmp_path_factory.mktemp("modules")
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

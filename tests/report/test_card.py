@@ -9,13 +9,13 @@ import pytest
 import yaml
 from support import write_llama
 
-from surgery.checkpoint import open_checkpoint
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
 from surgery.report import card, methods
-from surgery.run import convert, verify_folder
+from surgery.storage import open_checkpoint
+from surgery.workflow.run import convert, verify_folder
 
-SOURCE_CARD = "---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE\nlanguage:\n- en\n- de\npipeline_tag: text-generation\nbase_model: big/llama\ntags: [great]\n---\n# Llama\nThe best of all models.\n"  # fmt: skip
+SOURCE_CARD = "---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE\nlanguage:\n- en\n- de\npipeline_tag: text-generation\nbase_model: big/llama\ntags: [great]\n---\n# Llama\nThe best of all models.\n"
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +42,21 @@ def test_metadata_follows_the_source(upcycled: Path) -> None:
     """What the Hub reads. The source's own tags and words stay where they are true."""
     head, body = split((upcycled / "README.md").read_text())
     assert head == {
-        "base_model": "big/llama", "base_model_relation": "finetune", "library_name": "transformers", "license": "other",
-        "license_name": "own", "license_link": "LICENSE", "language": ["en", "de"], "pipeline_tag": "text-generation",
+        "base_model": "big/llama",
+        "base_model_relation": "finetune",
+        "library_name": "transformers",
+        "license": "other",
+        "license_name": "own",
+        "license_link": "LICENSE",
+        "language": ["en", "de"],
+        "pipeline_tag": "text-generation",
         "tags": ["mixture-of-experts", "upcycling", "surgery"],
-    }  # fmt: skip
-    assert (upcycled / "LICENSE").is_file() and "`other`: LICENSE" in body and "best of all" not in body
+    }
+    assert (
+        (upcycled / "LICENSE").is_file()
+        and "`other`: LICENSE" in body
+        and "best of all" not in body
+    )
 
 
 def test_numbers(upcycled: Path, model: Path) -> None:
@@ -56,12 +66,22 @@ def test_numbers(upcycled: Path, model: Path) -> None:
     table = {r[0]: r[1:] for r in rows}
     mlp, router = 2 * 3 * 32 * 64, 2 * 4 * 32
     dense = sum(t.numel for t in open_checkpoint(model).tensors.values())
-    assert table["parameters"] == [f"{dense / 1e3:.4g} k", f"{(dense + 3 * mlp + router) / 1e3:.4g} k"]
+    assert table["parameters"] == [
+        f"{dense / 1e3:.4g} k",
+        f"{(dense + 3 * mlp + router) / 1e3:.4g} k",
+    ]
     active = dense - 64 * 32  # without the input embedding
-    assert table["active for a token"] == [f"{active / 1e3:.4g} k", f"{(active + mlp + router) / 1e3:.4g} k"]
+    assert table["active for a token"] == [
+        f"{active / 1e3:.4g} k",
+        f"{(active + mlp + router) / 1e3:.4g} k",
+    ]
     assert table["architecture"] == ["`llama`", "`mixtral`"]
     assert "every MLP became 4 experts, 2 of them active for a token" in body
-    assert "eprint = {2502.19261}" in body and "eprint = {2212.05055}" in body and "2310.04564" not in body
+    assert (
+        "eprint = {2502.19261}" in body
+        and "eprint = {2212.05055}" in body
+        and "2310.04564" not in body
+    )
     assert "```yaml\n" + (upcycled / "recipe.yaml").read_text().rstrip() in body
     assert "another function" in body and "trust_remote_code=True" not in body
 
@@ -69,14 +89,19 @@ def test_numbers(upcycled: Path, model: Path) -> None:
 def test_code_that_travels_is_said(model: Path) -> None:
     source = open_checkpoint(model)
     made = convert(
-        source, relufy(source, activation="teal", threshold=0.01, repair="none"), model.parent / "teal", verify=False
+        source,
+        relufy(source, activation="teal", threshold=0.01, repair="none"),
+        model.parent / "teal",
+        verify=False,
     )
     head, body = split((made.folder / "README.md").read_text())
     assert "custom_code" in head["tags"] and 'dtype="auto", trust_remote_code=True)' in body
     assert "It was left out: nothing here is proved" in body
 
 
-def test_the_next_verification_rewrites_ours_and_never_an_edited_one(upcycled: Path, model: Path) -> None:
+def test_the_next_verification_rewrites_ours_and_never_an_edited_one(
+    upcycled: Path, model: Path
+) -> None:
     path, source = upcycled / "README.md", open_checkpoint(model)
     ours = path.read_text()
     verify_folder(source, upcycled)
@@ -91,7 +116,12 @@ def test_the_next_verification_rewrites_ours_and_never_an_edited_one(upcycled: P
 def test_a_source_with_a_broken_card(tmp_path: Path) -> None:
     """Its metadata is as good as absent, whatever stands there."""
     for i, text in enumerate(
-        ("---\nlicense: [\n---\n", "no metadata", "---\n- a\n---\n", "\ufeff---\nlicense: mit\n---\n")
+        (
+            "---\nlicense: [\n---\n",
+            "no metadata",
+            "---\n- a\n---\n",
+            "\ufeff---\nlicense: mit\n---\n",
+        )
     ):
         folder = write_llama(tmp_path / str(i))
         (folder / "README.md").write_text(text)
@@ -107,5 +137,9 @@ def test_every_paper_is_known() -> None:
         assert swap.paper.rpartition(" ")[2] in numbers
         assert all(methods.bibtex(n) for n in numbers)
     assert methods.papers("upcycle", {"granularity": 4, "drop": 0.5, "expert_models": ["a/b"]}) == [
-        "2212.05055", "2410.07524", "2401.06066", "2502.19261", "2403.07816",
-    ]  # fmt: skip
+        "2212.05055",
+        "2410.07524",
+        "2401.06066",
+        "2502.19261",
+        "2403.07816",
+    ]

@@ -1,7 +1,7 @@
 """The report of an analysis: well formed, alone in the world, and saying what the analysis says.
 
-What could break it: a title that is computed from another figure's data, a curve upside down, a model's name that is
-markup, a layer without neurons, a NaN among the coordinates.
+What could break it: a title that is computed from another figure's data, a curve upside down, a
+model's name that is markup, a layer without neurons, a NaN among the coordinates.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from surgery.analysis.analyze import Analysis, analyze, firing_rate
 from surgery.analysis.devices import DEVICES
 from surgery.calibration.collectors import BINS, Distribution
 from surgery.calibration.data import Sample
-from surgery.checkpoint import open_checkpoint
 from surgery.cli import run
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
 from surgery.report import curves, figures, png, svg
 from surgery.report.figures import Figure
 from surgery.report.html import render, write_report
+from surgery.storage import open_checkpoint
 
 H100 = DEVICES["h100"]
 VOID = {"meta", "link"}
@@ -36,7 +36,9 @@ KINDS = ("dense", "relufied", "mixture", "mixed")
 
 
 class Page(HTMLParser):
-    """Elements with their attributes, and the text outside of <style>; complains of a tag that closes another."""
+    """Elements with their attributes, and the text outside of <style>; complains of a tag that
+    closes another.
+    """
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -73,8 +75,10 @@ def analyses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Analysis]:
     source = open_checkpoint(folder)
     sample = Sample(input_ids=sample_ids(), source="test", text=True)
     checkpoints = {
-        "dense": source, "relufied": relufy(source, repair="none"), "mixture": upcycle(source, experts=4, top_k=2)
-    }  # fmt: skip
+        "dense": source,
+        "relufied": relufy(source, repair="none"),
+        "mixture": upcycle(source, experts=4, top_k=2),
+    }
     found = {kind: analyze(checkpoint, sample) for kind, checkpoint in checkpoints.items()}
     layers = (found["dense"].layers[0], *found["mixture"].layers[1:])
     return found | {"mixed": replace(found["mixture"], layers=layers)}
@@ -97,7 +101,9 @@ def drawn(a: Analysis) -> dict[str, Figure]:
         "router_entropy",
         "residual",
     )
-    found = {name: getattr(figures, name)(a) for name in makers} | {"savings": figures.savings(a, H100)}
+    found = {name: getattr(figures, name)(a) for name in makers} | {
+        "savings": figures.savings(a, H100)
+    }
     return {name: figure for name, figure in found.items() if figure}
 
 
@@ -111,14 +117,20 @@ def test_is_one_well_formed_file(analysis: Analysis) -> None:
         and "@import" not in page
     )
     assert not {"script", "img", "iframe", "object"} & {tag for tag, _ in parsed.elements}
-    assert [a for _, a in parsed.elements if "href" in a or "src" in a] == [{"rel": "icon", "href": "data:,"}]
+    assert [a for _, a in parsed.elements if "href" in a or "src" in a] == [
+        {"rel": "icon", "href": "data:,"}
+    ]
     assert analysis.sample.sha256 in parsed.text and "h = 0" in parsed.text
     assert all(figure.title in parsed.text for figure in figures.figures(analysis, H100))
 
 
 def test_each_kind_has_its_figures(analyses: dict[str, Analysis]) -> None:
     common = {"sparsity_by_layer", "hot_cold", "heat_map", "histograms", "residual"}
-    assert set(drawn(analyses["dense"])) == set(drawn(analyses["relufied"])) == common | {"unions", "savings"}
+    assert (
+        set(drawn(analyses["dense"]))
+        == set(drawn(analyses["relufied"]))
+        == common | {"unions", "savings"}
+    )
     assert set(drawn(analyses["mixture"])) == common | {"savings", "router_load", "router_entropy"}
 
 
@@ -146,12 +158,22 @@ def test_titles_say_the_numbers_of_a_dense_model(analyses: dict[str, Analysis]) 
     )
     hot = [layer["mlp"]["hot_80"]["firing"] for layer in dict_["layers"]]
     assert (
-        f"{min(hot):.0%} of the neurons in layer {hot.index(min(hot))}, {max(hot):.0%} in layer" in figure["hot_cold"]
+        f"{min(hot):.0%} of the neurons in layer {hot.index(min(hot))}, {max(hot):.0%} in layer"
+        in figure["hot_cold"]
     )
     assert f"the mean one fires for {rate.mean():.0%} of the tokens" in figure["heat_map"]
-    assert f"One token leaves {1 - rate.mean():.0%} of the neurons idle, 8 consecutive" in figure["unions"]
-    left = {(s["rule"], s["kernel"]): s["after"]["nbytes"] / s["before"]["nbytes"] for s in dict_["savings"]}
-    assert f"{left['CETT 0.2', 'down only']:.0%} of the MLP bytes to read; foreseen, " in figure["savings"]
+    assert (
+        f"One token leaves {1 - rate.mean():.0%} of the neurons idle, 8 consecutive"
+        in figure["unions"]
+    )
+    left = {
+        (s["rule"], s["kernel"]): s["after"]["nbytes"] / s["before"]["nbytes"]
+        for s in dict_["savings"]
+    }
+    assert (
+        f"{left['CETT 0.2', 'down only']:.0%} of the MLP bytes to read; foreseen, "
+        in figure["savings"]
+    )
     assert f"{left['CETT 0.2', 'foreseen']:.0%}" in figure["savings"]
     assert f"{a.layers[2].residual:.0%} after layer 2" in figure["residual"]
 
@@ -162,7 +184,9 @@ def test_titles_say_what_relu_and_a_router_change(analyses: dict[str, Analysis])
         f"{sum(zeros) / 3:.0%} of the products are exact zeros"
     )
     a = drawn(analyses["relufied"])["savings"].title
-    assert a.startswith(f"Skipping exact zeros leaves a token {1 - 2 / 3 * sum(zeros) / 3:.0%} of the MLP bytes")
+    assert a.startswith(
+        f"Skipping exact zeros leaves a token {1 - 2 / 3 * sum(zeros) / 3:.0%} of the MLP bytes"
+    )
     mixture = drawn(analyses["mixture"])
     loads = torch.stack([r.load for r in analyses["mixture"].routers]).double()
     busiest = loads.max() / loads[0].mean()
@@ -179,14 +203,21 @@ def test_titles_say_what_relu_and_a_router_change(analyses: dict[str, Analysis])
 def test_curves_are_the_data(analyses: dict[str, Analysis]) -> None:
     """The dots of sparsity by layer, read back."""
     a = analyses["relufied"]
-    dots = re.findall(r'<circle class="fill (\w+)" cx="[^"]*" cy="([^"]*)"', drawn(a)["sparsity_by_layer"].svg)
+    dots = re.findall(
+        r'<circle class="fill (\w+)" cx="[^"]*" cy="([^"]*)"', drawn(a)["sparsity_by_layer"].svg
+    )
     read = [(svg.BOTTOM - float(y)) / (svg.BOTTOM - svg.TOP) for _, y in dots]
-    expected = [[m.product.zero for m in a.mlps], *([m.at(c).sparsity for m in a.mlps] for c in (0.1, 0.2))]
+    expected = [
+        [m.product.zero for m in a.mlps],
+        *([m.at(c).sparsity for m in a.mlps] for c in (0.1, 0.2)),
+    ]
     assert [tone for tone, _ in dots] == ["zero"] * 3 + ["cett1"] * 3 + ["cett2"] * 3
     assert read == pytest.approx([v for curve in expected for v in curve], abs=1e-3)
 
 
-def test_the_hot_curve_starts_at_nothing_and_ends_at_everything(analyses: dict[str, Analysis]) -> None:
+def test_the_hot_curve_starts_at_nothing_and_ends_at_everything(
+    analyses: dict[str, Analysis],
+) -> None:
     """The line of a layer, read back: every point of it, the first among them."""
     a = analyses["dense"]
     lines = re.findall(r'class="line depth" d="M([^"]*)"', drawn(a)["hot_cold"].svg)
@@ -194,9 +225,14 @@ def test_the_hot_curve_starts_at_nothing_and_ends_at_everything(analyses: dict[s
     for path, m in zip(lines, a.mlps, strict=True):
         read = [tuple(map(float, point.split())) for point in path.split("L")]
         assert read[0] == (svg.LEFT, svg.BOTTOM) and read[-1] == (svg.RIGHT, svg.TOP)
-        done = [0.0, *(m.active.double().sort(descending=True).values.cumsum(0) / m.active.sum()).tolist()]
+        done = [
+            0.0,
+            *(m.active.double().sort(descending=True).values.cumsum(0) / m.active.sum()).tolist(),
+        ]
         expected = [done[round(i / 100 * m.width)] for i in range(101)]
-        assert [(svg.BOTTOM - y) / (svg.BOTTOM - svg.TOP) for _, y in read] == pytest.approx(expected, abs=1e-3)
+        assert [(svg.BOTTOM - y) / (svg.BOTTOM - svg.TOP) for _, y in read] == pytest.approx(
+            expected, abs=1e-3
+        )
         assert [(x - svg.LEFT) / (svg.RIGHT - svg.LEFT) for x, _ in read] == pytest.approx(
             [i / 100 for i in range(101)], abs=1e-3
         )
@@ -216,8 +252,12 @@ def test_the_ink_of_the_heat_map_is_the_firing_rate(analyses: dict[str, Analysis
 def test_a_name_is_no_markup(analyses: dict[str, Analysis], tmp_path: Path) -> None:
     """The figures are not escaped as they go into the page, and $ is mathematics to matplotlib."""
     name = "<script>alert('$x_$')"
-    hostile = replace(analyses["dense"], source=name, activation="</svg><img src=x>",
-                      sample=replace(analyses["dense"].sample, source='"><b onclick=x>'))  # fmt: skip
+    hostile = replace(
+        analyses["dense"],
+        source=name,
+        activation="</svg><img src=x>",
+        sample=replace(analyses["dense"].sample, source='"><b onclick=x>'),
+    )
     written = write_report(hostile, H100, tmp_path)
     parsed = Page(written[0].read_text(encoding="utf-8"))
     assert not {"script", "img", "b"} & {tag for tag, _ in parsed.elements} and parsed.open == []
@@ -235,10 +275,19 @@ def test_a_page_of_32_layers_stays_small(analyses: dict[str, Analysis]) -> None:
         return Distribution(counts=counts, zeros=layer, total=int(counts.sum()) + layer)
 
     layers = tuple(
-        replace(analyses["dense"].layers[0], index=i, mlp=replace(
-            mlp, width=11008, tokens=100, active=torch.randint(101, (11008,), generator=draw), product=wide(i)))
+        replace(
+            analyses["dense"].layers[0],
+            index=i,
+            mlp=replace(
+                mlp,
+                width=11008,
+                tokens=100,
+                active=torch.randint(101, (11008,), generator=draw),
+                product=wide(i),
+            ),
+        )
         for i in range(32)
-    )  # fmt: skip
+    )
     page = render(replace(analyses["dense"], layers=layers), H100)
     assert len(page.encode()) < 400_000
 
@@ -258,32 +307,54 @@ def test_a_layer_of_dead_neurons(analyses: dict[str, Analysis], tmp_path: Path) 
     assert all(map(math.isfinite, (n for f in found.values() for n in numbers(f.svg))))
     assert "hot_cold" not in found and "residual" not in found
     assert "48 of 48 neurons never fire" in found["heat_map"].title
-    assert [p.name for p in write_report(a, H100, tmp_path)] == ["report.html", "sparsity_by_layer.png", "savings.png"]
+    assert [p.name for p in write_report(a, H100, tmp_path)] == [
+        "report.html",
+        "sparsity_by_layer.png",
+        "savings.png",
+    ]
 
 
-def test_pngs_need_matplotlib_and_the_page_does_not(analyses: dict[str, Analysis], tmp_path: Path,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_pngs_need_matplotlib_and_the_page_does_not(
+    analyses: dict[str, Analysis], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = write_report(analyses["dense"], H100, tmp_path / "with")
-    assert [p.name for p in written] == ["report.html", "sparsity_by_layer.png", "hot_cold.png", "savings.png"]
+    assert [p.name for p in written] == [
+        "report.html",
+        "sparsity_by_layer.png",
+        "hot_cold.png",
+        "savings.png",
+    ]
     assert all(
-        p.read_bytes()[1:4] == b"PNG" and int.from_bytes(p.read_bytes()[16:20], "big") == 1050 for p in written[1:]
+        p.read_bytes()[1:4] == b"PNG" and int.from_bytes(p.read_bytes()[16:20], "big") == 1050
+        for p in written[1:]
     )
     monkeypatch.setattr(png, "find_spec", lambda name: None)
-    assert [p.name for p in write_report(analyses["dense"], H100, tmp_path / "without")] == ["report.html"]
+    assert [p.name for p in write_report(analyses["dense"], H100, tmp_path / "without")] == [
+        "report.html"
+    ]
 
 
 def test_pngs_of_an_earlier_report_go(
     analyses: dict[str, Analysis], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A figure that this analysis has nothing for, and all of them without matplotlib; a user's own files stay."""
+    """A figure that this analysis has nothing for, and all of them without matplotlib; a user's own
+    files stay.
+    """
     (tmp_path / "mine.png").write_bytes(b"mine")
     write_report(analyses["dense"], H100, tmp_path)
     first = (tmp_path / "hot_cold.png").read_bytes()
     layer = analyses["relufied"].layers[0]
     assert layer.mlp
     dead = replace(layer, mlp=replace(layer.mlp, active=torch.zeros_like(layer.mlp.active)))
-    assert len(first) > 1000 and len(write_report(replace(analyses["relufied"], layers=(dead,)), H100, tmp_path)) == 3
-    assert {p.name for p in tmp_path.glob("*.png")} == {"mine.png", "sparsity_by_layer.png", "savings.png"}
+    assert (
+        len(first) > 1000
+        and len(write_report(replace(analyses["relufied"], layers=(dead,)), H100, tmp_path)) == 3
+    )
+    assert {p.name for p in tmp_path.glob("*.png")} == {
+        "mine.png",
+        "sparsity_by_layer.png",
+        "savings.png",
+    }
     monkeypatch.setattr(png, "find_spec", lambda name: None)
     write_report(analyses["dense"], H100, tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"mine.png", "report.html"}
@@ -294,22 +365,42 @@ def test_savings_of_a_mixture_lead_with_its_zeros(analyses: dict[str, Analysis])
     a = analyses["mixture"]
     foreseen = next(s for s in a.savings if (s.rule, s.kernel) == ("CETT 0.2", "foreseen"))
     left = f"{foreseen.after.nbytes / foreseen.before.nbytes:.0%}"
-    assert drawn(a)["savings"].title.startswith("A CETT of 0.2 leaves") and drawn(a)["savings"].title.endswith(left)
-    routers = [replace(r, product=replace(r.product, zeros=r.product.total // 2)) for r in a.routers if r.product]
-    zeros = replace(a, layers=tuple(replace(i, router=r) for i, r in zip(a.layers, routers, strict=True)))
-    assert drawn(zeros)["savings"].title.startswith("Skipping exact zeros leaves a token 67% of the MLP bytes")
+    assert drawn(a)["savings"].title.startswith("A CETT of 0.2 leaves") and drawn(a)[
+        "savings"
+    ].title.endswith(left)
+    routers = [
+        replace(r, product=replace(r.product, zeros=r.product.total // 2))
+        for r in a.routers
+        if r.product
+    ]
+    zeros = replace(
+        a, layers=tuple(replace(i, router=r) for i, r in zip(a.layers, routers, strict=True))
+    )
+    assert drawn(zeros)["savings"].title.startswith(
+        "Skipping exact zeros leaves a token 67% of the MLP bytes"
+    )
     assert "an expert's own output" in Page(render(a, H100)).text
 
 
-@pytest.mark.parametrize(("value", "words"), [
-    (0, "0%"), (0.0004, "< 0.1%"), (0.038, "3.8%"), (0.66, "66%"), (0.996, "99.6%"), (0.9999, "> 99.9%"), (1, "100%"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (0, "0%"),
+        (0.0004, "< 0.1%"),
+        (0.038, "3.8%"),
+        (0.66, "66%"),
+        (0.996, "99.6%"),
+        (0.9999, "> 99.9%"),
+        (1, "100%"),
+    ],
+)
 def test_shares(value: float, words: str) -> None:
     assert curves.share(value) == words
 
 
-def test_the_command_writes_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                       capfd: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_the_command_writes_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Without matplotlib too, and it says so."""
     save_model("llama", tmp_path / "model")
     monkeypatch.setattr(png, "find_spec", lambda name: None)
@@ -325,4 +416,7 @@ def test_the_command_writes_the_report(tmp_path: Path, monkeypatch: pytest.Monke
     ]
     assert run(arguments) == 0
     assert Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8")).open == []
-    assert "report.html" in (printed := capfd.readouterr().out) and "pip install 'model-surgery[plot]'" in printed
+    assert (
+        "report.html" in (printed := capfd.readouterr().out)
+        and "pip install 'model-surgery[plot]'" in printed
+    )

@@ -1,4 +1,6 @@
-"""The card's figure draws what the verification measured, and nothing where it measured nothing by layer."""
+"""The card's figure draws what the verification measured, and nothing where it measured nothing by
+layer.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,18 @@ from surgery.report import layers
 
 
 def row(check: str, *values: str) -> dict[str, object]:
-    return {"check": check, "value": 0.0, "detail": [f"layer {i}: {v}" for i, v in enumerate(values)]}
+    return {
+        "check": check,
+        "value": 0.0,
+        "detail": [f"layer {i}: {v}" for i, v in enumerate(values)],
+    }
 
 
 def test_zeros_of_the_output_stand_beside_the_sources() -> None:
-    rows = [row(layers.ZEROS + "source", "0.0000", "0.0100"), row(layers.ZEROS + "output", "0.5000", "0.7000")]
+    rows = [
+        row(layers.ZEROS + "source", "0.0000", "0.0100"),
+        row(layers.ZEROS + "output", "0.5000", "0.7000"),
+    ]
     (panel,) = layers.panels({"rows": rows})
     assert panel.title == "60% of the MLPs' products are exact zeros (layers: 50% to 70%)"
     assert [c.points for c in panel.curves] == [[(0, 0.5), (1, 0.7)], [(0, 0.0), (1, 0.01)]]
@@ -22,11 +31,21 @@ def test_zeros_of_the_output_stand_beside_the_sources() -> None:
 
 
 def test_layers_without_an_mlp_of_their_own_are_left_out() -> None:
-    rows = [row(layers.ZEROS + "output", "0.5000", "nan", "0.9000"), row(layers.LOAD, "0.98", "1e-05")]
+    rows = [
+        row(layers.ZEROS + "output", "0.5000", "nan", "0.9000"),
+        row(layers.LOAD, "0.98", "1e-05"),
+    ]
     zeros, load = layers.panels({"rows": rows})
-    assert zeros.curves[0].points == [(0, 0.5), (2, 0.9)] and load.curves[0].points == [(0, 0.98), (1, 1e-05)]
+    assert zeros.curves[0].points == [(0, 0.5), (2, 0.9)] and load.curves[0].points == [
+        (0, 0.98),
+        (1, 1e-05),
+    ]
     assert len(ElementTree.fromstring(layers.draw([zeros, load])).findall(".//{*}g/{*}g")) == 2
 
 
 def test_nothing_measured_is_nothing_drawn() -> None:
-    assert layers.panels(None) == [] == layers.panels({"rows": [row(layers.ZEROS + "output", "0.0000")]})
+    assert (
+        layers.panels(None)
+        == []
+        == layers.panels({"rows": [row(layers.ZEROS + "output", "0.0000")]})
+    )

@@ -1,0 +1,114 @@
+"""The code that is saved with a checkpoint whose function no class of transformers computes.
+
+`modeling_surgery.py` is the shell: the source's model class with blocks put in. Each kind of block
+is a file beside it.
+Both are copied as they are, except for three lines of the shell: the blocks it imports, BASE and
+BLOCKS.
+They import transformers and torch alone, and name no architecture: config.json says where things
+are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from importlib import resources
+from typing import Any
+
+from surgery.blocks import block_config
+from surgery.blocks.block_config import AUTO_MAP
+from surgery.blocks.preconditions import require_plain
+from surgery.checkpoint import Checkpoint, GeneratedFile
+from surgery.families import locate
+
+SHELL = "modeling_surgery.py"
+KINDS: Mapping[str, tuple[str, str]] = {  # kind -> file, class
+    "gathered": ("gathered_mlp", "GatheredMLP"),
+    "sparse": ("sparse_mlp", "SparseMLP"),
+    "experts": ("experts_mlp", "ExpertsMLP"),
+    "spline": ("spline_mlp", "SplineMLP"),
+    "memory": ("memory_mlp", "with_memory"),
+}
+NEEDS = {
+    "experts": "sparse"
+}  # whose file it imports from; transformers 4 copies only what the shell imports itself
+
+
+def files(base: str, kinds: Collection[str]) -> dict[str, bytes]:
+    """The files that go beside the weights, by name."""
+    needed = {*kinds, *(NEEDS[kind] for kind in kinds if kind in NEEDS)}
+    modules = [KINDS[kind][0] + ".py" for kind in sorted(needed)]
+    return {SHELL: _shell(base, sorted(needed))} | {name: _read(name) for name in modules}
+
+
+def _shell(base: str, kinds: Iterable[str]) -> bytes:
+    chosen = [(kind, *KINDS[kind]) for kind in kinds]
+    blocks = ", ".join(f'"{kind}": {name}' for kind, _, name in chosen)
+    lines = {
+        r"(from \.\w+ import \w+\n)+": "".join(
+            f"from .{module} import {name}\n" for _, module, name in chosen
+        ),
+        r"BASE = .*\n": f'BASE = "{base}"\n',
+        r"(BLOCKS: .* = ).*\n": rf"\g<1>{{{blocks}}}" + "\n",
+    }
+    text = _read(SHELL).decode()
+    for pattern, replacement in lines.items():
+        text, found = re.subn(f"^{pattern}", replacement, text, flags=re.MULTILINE)
+        assert found == 1, f"{SHELL} has {found} times {pattern}"
+    return text.encode()
+
+
+def _read(name: str) -> bytes:
+    return (resources.files("surgery.blocks") / name).read_bytes()
+
+
+def is_ours(name: str, data: bytes) -> bool:
+    """Whether a file of code is, byte for byte, what `files` gives."""
+    if name != SHELL:
+        return name in {f"{module}.py" for module, _ in KINDS.values()} and data == _read(name)
+    base = re.search(rb'^BASE = "([a-z0-9_]+)"$', data, re.MULTILINE)
+    modules = [m.decode() for m in re.findall(rb"^from \.(\w+) import", data, re.MULTILINE)]
+    found = [kind for kind, (module, _) in KINDS.items() if module in modules]
+    return base is not None and data == _shell(base[1].decode(), sorted(found))
+
+
+def runs_only_ours(configs: Iterable[Mapping[str, Any]], code: Mapping[str, bytes]) -> bool:
+    """Whether nothing but our code would run: in no config (config.json, tokenizer_config.json, …)
+    does auto_map name other classes than ours, which could be another repository's, and every file
+    of code is ours."""
+    maps = [c["auto_map"] for c in configs if c.get("auto_map")]
+    return all(m == AUTO_MAP for m in maps) and all(
+        is_ours(name, data) for name, data in code.items()
+    )
+
+
+def with_blocks(checkpoint: Checkpoint, entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What of a checkpoint changes as these blocks (surgery/blocks) are put in: its config and the
+    code that goes along.
+
+    Raises SurgeryError where no code can go along.
+    """
+    config = dict(checkpoint.config) | block_config.config_changes(checkpoint.config, entries)
+    code = files(block_config.base_type(config), block_config.kinds(config))
+    kept = (f for f in checkpoint.files if f.name not in code)
+    side_files = (*kept, *(GeneratedFile(n, data) for n, data in code.items()))
+    return {"config": config, "files": side_files, "custom_code": True}
+
+
+def with_gathered_mlps(checkpoint: Checkpoint) -> Checkpoint:
+    """The same model, where its class keeps the parts of MLPs in the layer itself (OPT): they are
+    put into a module, that a block can take the place of. The code that does so goes along. Raises
+    SurgeryError as `require_plain` does."""
+    require_plain(checkpoint)
+    blocks = locate(checkpoint)
+    if not blocks.family.loose:
+        return checkpoint
+    entry = block_config.gathered_entry(blocks.family, range(blocks.count))
+    names = {
+        f"{blocks.layer(i)}{part}.{kind}": f"{blocks.layer(i)}{entry['mlp']}.{part}.{kind}"
+        for i in range(blocks.count)
+        for part in entry["parts"]
+        for kind in ("weight", "bias")
+    }
+    tensors = {names.get(name, name): t for name, t in checkpoint.tensors.items()}
+    return checkpoint.replace(tensors=tensors, **with_blocks(checkpoint, [entry]))

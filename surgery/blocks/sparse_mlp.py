@@ -1,0 +1,280 @@
+"""An MLP most of whose products are zeros, and a decoding step that leaves the weights of those
+unread.
+
+y = down(h) with h = f(gate(x)) ⊙ up(x), or h = f(up(x)) where there is no gate. `rule` says what f
+is, with the activation act and a threshold t:
+
+    plain    act(g)
+    fatrelu  act(g) where g >= t, else 0              ProSparse, Song et al. 2024, arXiv 2402.13516
+    shifted  act(g - t)                               ReLU Strikes Back, Mirzadeh et al. 2023, arXiv 2310.04564
+    drelu    fatrelu, of up as well (with its own t)  Turbo Sparse, Song et al. 2024, arXiv 2406.05955
+    cats     act(g) where |act(g)| >= t, else 0       CATS, Lee et al. 2024, arXiv 2404.08763
+    teal     act(g), and h where |h| >= t, else 0     TEAL, Liu et al. 2024, arXiv 2408.14690
+
+t is one number [1], or one for each neuron [F] (`per_neuron`), kept in fp32 in the checkpoint. With
+`inputs`, x is cut at a threshold of its own, as in TEAL; with `correction` a bias [H] is added to
+y, with `bypass` r a linear map of x of rank r (bypass_out · bypass_in · x, bypass_out · x where r =
+H). The submodules keep the names that they had, so that the weights load as they were.
+
+Shapes: H hidden_size, F intermediate_size, n live neurons.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+from transformers.pytorch_utils import Conv1D
+
+GATHER = 0.6  # with more of the neurons live, reading all rows of up is as fast
+SCRATCH = (
+    4 * 2**20
+)  # bytes of gathered rows that a CPU works on at a time: more would leave its cache
+GPU_BAGS = 64  # a GPU sums a bag one row after another
+_local = threading.local()
+
+
+def _fatrelu(act: Callable[[Tensor], Tensor], g: Tensor, t: Tensor) -> Tensor:
+    return act(g).masked_fill(g < t, 0)
+
+
+def _above(x: Tensor, t: Tensor) -> Tensor:
+    """x where |x| >= t, else 0."""
+    return x.masked_fill(x.abs() < t, 0)
+
+
+RULES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor, Any], Tensor]] = {
+    "plain": lambda act, g, t: act(g),
+    "fatrelu": _fatrelu,
+    "shifted": lambda act, g, t: act(g - t).to(g.dtype),
+    "drelu": _fatrelu,
+    "cats": lambda act, g, t: _above(act(g), t),
+    "teal": lambda act, g, t: act(g),
+}
+
+
+class NeuronsMLP(nn.Module):
+    """What this block and that of experts_mlp.py share: the parts of the MLP that it is built from,
+    the rule with its thresholds, and what is added to the output. `neurons` where there will be
+    another number of them."""
+
+    def __init__(self, base: nn.Module, entry: dict[str, Any], neurons: int = 0) -> None:
+        super().__init__()
+        for name, child in base.named_children():
+            if isinstance(child, nn.Dropout) or any(True for _ in child.parameters()):
+                self.add_module(name, child)
+            elif not entry["activation"]:
+                self.act = child  # which has another name in each class
+        if entry["activation"]:
+            self.act = ACT2FN[entry["activation"]]
+        self.entry, self.rule = dict(entry), entry.get("rule", "plain")
+        weight = self._part("down").weight
+        self.hidden, width = reversed(weight.shape) if entry["transposed"] else weight.shape
+        per_neuron = (neurons or width) if entry.get("per_neuron") else 1
+        self._threshold("threshold", per_neuron if self.rule != "plain" else 0)
+        self._threshold("threshold_up", per_neuron if self.rule == "drelu" else 0)
+        bias = nn.Parameter(torch.zeros(self.hidden, dtype=weight.dtype))
+        self.register_parameter("correction", bias if entry.get("correction") else None)
+        rank = entry.get("bypass", 0)
+        for name, size in (("bypass_in", (rank, self.hidden)), ("bypass_out", (self.hidden, rank))):
+            there = rank and (name == "bypass_out" or rank < self.hidden)
+            self.register_parameter(
+                name, nn.Parameter(torch.zeros(size, dtype=weight.dtype)) if there else None
+            )
+
+    def _threshold(self, name: str, size: int) -> None:
+        self.register_buffer(name, torch.zeros(size, dtype=torch.float32) if size else None)
+
+    def init_block_weights(self) -> None:
+        """Nothing is cut, nothing added. By functions of torch.nn.init, which spare what was
+        loaded.
+        """
+        for _, t in (*self.named_buffers(recurse=False), *self.named_parameters(recurse=False)):
+            nn.init.zeros_(t)
+
+    def _part(self, part: str) -> Any:
+        return getattr(self, self.entry[part])
+
+    def _product(self, x: Tensor) -> Tensor:
+        """h [..., F]"""
+        if not self.entry["gate"]:
+            return self._multiply(self._part("up")(x), None, self.threshold, None)
+        if self.entry["fused"]:
+            g, u = self._part("up")(x).chunk(2, dim=-1)
+        else:
+            g, u = self._part("gate")(x), self._part("up")(x)
+        return self._multiply(g, u, self.threshold, self.threshold_up)
+
+    def _multiply(
+        self, g: Tensor, u: Tensor | None, t: Tensor | None, t_up: Tensor | None
+    ) -> Tensor:
+        """h [..., n] of gate and up of n neurons, with their thresholds; without a gate, g is up
+        and u None.
+        """
+        h = self._open(g, t)
+        if u is not None:
+            h = h * self._other(u, t_up)
+        return _above(h, t) if self.rule == "teal" and t is not None else h
+
+    def _open(self, g: Tensor, t: Tensor | None) -> Tensor:
+        """f of the gate."""
+        return RULES[self.rule](self.act, g, t)
+
+    def _other(self, u: Tensor, t: Tensor | None) -> Tensor:
+        """What the gate is multiplied with."""
+        return u if t is None else _fatrelu(self.act, u, t)
+
+    def _complete(self, y: Tensor, x: Tensor) -> Tensor:
+        """y [..., H] with what is added to it."""
+        if self.correction is not None:
+            y = y + self.correction
+        if self.bypass_out is not None:
+            y = y + F.linear(
+                x if self.bypass_in is None else F.linear(x, self.bypass_in), self.bypass_out
+            )
+        return self.dropout(y) if hasattr(self, "dropout") else y
+
+
+class SparseMLP(NeuronsMLP):
+    """Takes the place of the MLP that it is built from.
+
+    With `sparse_decode`, one token without gradients reads only the rows of up and down whose
+    neuron is live. It is off
+    by default: it pays from some size and sparsity on, which `surgery bench` measures. The first
+    such token lays the rows of `down` out one a neuron, which is as fast for one sequence and for
+    prefill, slower for a few sequences in bf16 on a CPU. What a gather would bypass (hooks,
+    adapters, quantised or offloaded weights, a compiler) is computed densely.
+    """
+
+    def __init__(self, base: nn.Module, entry: dict[str, Any], config: Any = None) -> None:
+        super().__init__(base, entry)
+        self.sparse_decode = bool(getattr(config, "sparse_decode", False))
+        self._threshold("threshold_inputs", 1 if entry.get("inputs") else 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] to [..., H]"""
+        if self.threshold_inputs is not None:
+            x = _above(x, self.threshold_inputs)
+        gathers = self.sparse_decode and self._gathers(x)
+        y = self._gathered(x) if gathers else self._part("down")(self._product(x))
+        return self._complete(y, x)
+
+    # --- one token --------------------------------------------------------------------------------
+
+    def _gathers(self, x: Tensor) -> bool:
+        """Whether x is one token that is decoded, and a gather reads just what the submodules
+        would.
+        """
+        if x.numel() != self.hidden or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        fits = not (self.entry["gate"] and self.entry["transposed"]) and x.device.type in (
+            "cpu",
+            "cuda",
+        )
+        return fits and all(is_plain(self._part(part), x) for part in ("up", "down"))
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """y of one token [..., H]."""
+        h, live = self._live(x.reshape(1, self.hidden))
+        down = self._part("down")
+        y = _sum_rows(self._rows_of_down(), live, h)
+        return (y if down.bias is None else y + down.bias).view(x.shape)
+
+    def _live(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The products of x [1, H] that are not zero [n], and which they are [n]."""
+        if self.rule == "teal" or not self.entry["gate"]:
+            h = self._product(x)[0]
+            live = h.nonzero()[:, 0]
+            return h[live], live
+        opened = self._open(self._gate(x), self.threshold)[0]
+        live = opened.nonzero()[:, 0]
+        t = self.threshold_up
+        h = opened[live] * self._other(
+            self._rows_of_up(x, live), t[live] if t is not None and len(t) > 1 else t
+        )
+        if self.rule != "drelu":
+            return h, live
+        both = h.nonzero()[:, 0]
+        return h[both], live[both]
+
+    def _gate(self, x: Tensor) -> Tensor:
+        if not self.entry["fused"]:
+            gate: Tensor = self._part("gate")(x)
+            return gate
+        both = self._part("up")
+        f = len(both.weight) // 2
+        return F.linear(x, both.weight[:f], None if both.bias is None else both.bias[:f])
+
+    def _rows_of_up(self, x: Tensor, live: Tensor) -> Tensor:
+        """up of x [1, H] at the live neurons [n]."""
+        up = self._part("up")
+        skip = len(up.weight) // 2 if self.entry["fused"] else 0
+        u = _dot_rows(up.weight[skip:], live, x)
+        return u if up.bias is None else u + up.bias[skip:][live]
+
+    def _rows_of_down(self) -> Tensor:
+        """down's weight as [F, H], a row of memory for each neuron."""
+        weight: Tensor = self._part("down").weight
+        if self.entry["transposed"]:
+            return weight
+        if not weight.t().is_contiguous():
+            with torch.inference_mode(False):  # else it could never be trained again
+                weight.data = weight.data.t().contiguous().t()
+        return weight.t()
+
+
+def is_plain(module: nn.Module, x: Tensor, cast: bool = False) -> bool:
+    """Whether the module is no more than a matrix on the device of x, and in its dtype unless that
+    is `cast`.
+    """
+    if (
+        not isinstance(module, (nn.Linear, Conv1D))
+        or module._forward_hooks
+        or module._forward_pre_hooks
+    ):
+        return False
+    weight = module.weight
+    return (
+        type(weight) is nn.Parameter
+        and weight.device == x.device
+        and (cast or weight.dtype == x.dtype)
+    )
+
+
+def _dot_rows(weight: Tensor, live: Tensor, x: Tensor) -> Tensor:
+    """weight[live] · x: [n], of weight [F, H] and x [1, H]."""
+    if len(live) > GATHER * len(weight):
+        return F.linear(x, weight)[0][live]
+    if weight.device.type != "cpu":
+        return F.linear(x, weight.index_select(0, live))[0]
+    scratch = _scratch(weight)
+    parts = live.split(len(scratch))
+    rows = (torch.index_select(weight, 0, part, out=scratch[: len(part)]) for part in parts)
+    return torch.cat([F.linear(x, r) for r in rows], dim=1)[0]
+
+
+def _sum_rows(weight: Tensor, live: Tensor, h: Tensor) -> Tensor:
+    """Σ_i h_i · weight[live_i]: [H]. Without a copy of the rows: a bag for each thread, added
+    up.
+    """
+    bags = GPU_BAGS if weight.device.type == "cuda" else torch.get_num_threads()
+    starts = torch.arange(0, max(1, len(live)), max(1, -(-len(live) // bags)), device=live.device)
+    return F.embedding_bag(live, weight, starts, mode="sum", per_sample_weights=h).sum(0)
+
+
+def _scratch(weight: Tensor) -> Tensor:
+    """Memory of this thread for gathered rows: new memory for each gather would cost more than the
+    gather.
+    """
+    name = f"{weight.dtype}, {weight.shape[1]}"
+    if not hasattr(_local, name):
+        rows = max(1, SCRATCH // (weight.shape[1] * weight.element_size()))
+        with torch.inference_mode(False):
+            setattr(_local, name, torch.empty(rows, weight.shape[1], dtype=weight.dtype))
+    scratch: Tensor = getattr(_local, name)
+    return scratch

@@ -1,0 +1,67 @@
+"""The family of a config, and where the MLP blocks of a checkpoint are."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from surgery.checkpoint import Checkpoint
+from surgery.errors import SurgeryError
+from surgery.families.dense import DENSE
+from surgery.families.family import OPERATED, Family
+from surgery.families.mlp import Blocks
+from surgery.families.moe import MOE
+
+
+def known() -> Mapping[str, Family]:
+    """Every family, by `model_type`."""
+    return DENSE | MOE
+
+
+def find(config: Mapping[str, Any]) -> Family:
+    """The family of a config.json: `text_config.model_type` first, in multimodal models.
+
+    Raises SurgeryError for a family that is not in the table.
+    """
+    stated = ((config.get("text_config") or {}).get("model_type"), config.get("model_type"))
+    types = [str(t).removeprefix(OPERATED) for t in stated if t]
+    table = known()
+    for t in types:
+        if t in table:
+            operated = OPERATED + t in stated
+            return table[t].gathered if operated and table[t].loose else table[t]
+    if not types:
+        raise SurgeryError("config.json has no model_type", "is this a Hugging Face checkpoint?")
+    near = difflib.get_close_matches(types[0], table, 3)
+    hint = f"nearest: {', '.join(near)}; " if near else ""
+    raise SurgeryError(
+        f"model_type {types[0]!r} is not supported", f"{hint}`surgery families` lists what is"
+    )
+
+
+def locate(checkpoint: Checkpoint) -> Blocks:
+    """The decoder layers of a checkpoint. Raises SurgeryError where the tensors do not agree with
+    the config.
+    """
+    family = find(checkpoint.config)
+    count = int(checkpoint.text_config.get(family.layers_key) or 0)
+    prefixes = {m["prefix"] for m in _layer_names(family, checkpoint.tensors)}
+    if not prefixes or not count:
+        raise SurgeryError(
+            f"no tensor of a {family.model_type} layer among {len(checkpoint.tensors)} tensors",
+            "the tensors do not belong to this config.json",
+        )
+    return Blocks(family=family, checkpoint=checkpoint, prefix=min(prefixes, key=len), count=count)
+
+
+def _layer_names(family: Family, names: Mapping[str, Any]) -> Iterator[re.Match[str]]:
+    """Names of tensors in the MLP of a decoder layer; towers of other modalities name theirs
+    otherwise.
+    """
+    part = re.escape(family.mlp + "." if family.mlp else family.down + ".")
+    pattern = re.compile(rf"(?P<prefix>(?:[\w.]+\.)?{family.layers}\.)(?P<layer>\d+)\.{part}")
+    for name in names:
+        if "vision" not in name and (match := pattern.match(name)):
+            yield match

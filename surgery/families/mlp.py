@@ -1,0 +1,140 @@
+"""The MLP blocks of a checkpoint in one layout.
+
+Shapes: H hidden_size, F intermediate_size. An MLP is always seen as `torch.nn.Linear` keeps it:
+gate and up [F, H], down [H, F], whatever is on disk (fused gate_up, transposed Conv1D).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from surgery.checkpoint import Checkpoint, LazyTensor, concatenate
+from surgery.errors import SurgeryError
+from surgery.families.family import Family
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mlp:
+    """One dense MLP in Linear's layout: gate, up [F, H]; down [H, F]; biases [F], [F], [H] or
+    None.
+    """
+
+    gate: LazyTensor | None
+    up: LazyTensor
+    down: LazyTensor
+    gate_bias: LazyTensor | None = None
+    up_bias: LazyTensor | None = None
+    down_bias: LazyTensor | None = None
+    names: tuple[str, ...]  # the tensors on disk that it consists of
+
+    @property
+    def width(self) -> int:
+        return self.up.shape[0]
+
+    @property
+    def biased(self) -> bool:
+        return self.up_bias is not None or self.down_bias is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blocks:
+    """The decoder layers of a checkpoint: `prefix` is what stands before the layer number
+    ("model.layers.").
+    """
+
+    family: Family
+    checkpoint: Checkpoint
+    prefix: str
+    count: int
+
+    def layer(self, index: int) -> str:
+        return f"{self.prefix}{index}."
+
+    @property
+    def activation(self) -> str:
+        """The name of the MLPs' activation."""
+        return str(
+            self.checkpoint.text_config.get(self.family.activation_key) or self.family.activation
+        )
+
+    @property
+    def residual_multiplier(self) -> float:
+        """What an MLP's output is multiplied with before it is added to the residual stream
+        (Granite).
+        """
+        return float(self.checkpoint.text_config.get("residual_multiplier") or 1.0)
+
+    def names(self, index: int) -> list[str]:
+        """Every tensor of decoder layer `index`."""
+        start = self.layer(index)
+        return [n for n in self.checkpoint.tensors if n.startswith(start)]
+
+    def mlp_names(self, index: int) -> list[str]:
+        """Every tensor of the MLP block (router and experts included) of decoder layer `index`."""
+        start, f = self.layer(index), self.family
+        parts = (f.mlp + ".",) if f.mlp else (f.up + ".", f.down + ".")
+        return [n for n in self.names(index) if n[len(start) :].startswith(parts)]
+
+    def mlp(self, index: int) -> Mlp:
+        """The dense MLP of decoder layer `index`."""
+        f, start, tensors = self.family, self.layer(index), self.checkpoint.tensors
+        used: list[str] = []
+
+        def take(path: str, kind: str) -> LazyTensor | None:
+            name = f"{start}{path}.{kind}"
+            if name not in tensors:
+                return None
+            used.append(name)
+            return tensors[name].transpose() if f.transposed and kind == "weight" else tensors[name]
+
+        def need(path: str) -> LazyTensor:
+            if (t := take(path, "weight")) is None:
+                raise SurgeryError(
+                    f"layer {index} has no tensor {start}{path}.weight, which a {f.model_type} needs",
+                    "the checkpoint is incomplete: download it again",
+                )
+            return t
+
+        up, down = need(f.up), need(f.down)
+        up_bias, down_bias = take(f.up, "bias"), take(f.down, "bias")
+        gate, gate_bias = None, None
+        if f.fused_gate_up:
+            gate, up = _halves(up)
+            gate_bias, up_bias = _halves(up_bias) if up_bias else (None, None)
+        elif f.gate:
+            gate, gate_bias = need(f.gate), take(f.gate, "bias")
+        return Mlp(
+            gate=gate,
+            up=up,
+            down=down,
+            gate_bias=gate_bias,
+            up_bias=up_bias,
+            down_bias=down_bias,
+            names=tuple(used),
+        )
+
+    def restored(self, index: int, mlp: Mlp) -> dict[str, LazyTensor]:
+        """The tensors on disk that hold this MLP in layer `index`: the inverse of `mlp`."""
+        f, out = self.family, dict[str, LazyTensor]()
+        gate = [(mlp.gate, mlp.gate_bias, f.gate)] if f.gate and not f.fused_gate_up else []
+        for weight, bias, path in (
+            *gate,
+            (mlp.up, mlp.up_bias, f.up),
+            (mlp.down, mlp.down_bias, f.down),
+        ):
+            if path == f.up and f.fused_gate_up:
+                assert weight is not None and mlp.gate is not None
+                weight = concatenate([mlp.gate, weight])
+                bias = concatenate([mlp.gate_bias, bias]) if mlp.gate_bias and bias else None
+            if weight is not None:
+                out[f"{self.layer(index)}{path}.weight"] = (
+                    weight.transpose() if f.transposed else weight
+                )
+            if bias is not None:
+                out[f"{self.layer(index)}{path}.bias"] = bias
+        return out
+
+
+def _halves(t: LazyTensor) -> tuple[LazyTensor, LazyTensor]:
+    half = t.shape[0] // 2
+    return t.rows(0, half), t.rows(half, t.shape[0])

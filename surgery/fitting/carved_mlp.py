@@ -1,0 +1,343 @@
+"""One MLP carved into experts: its neurons grouped (partition.py), a router fitted, what it misses
+repaired (repair.py).
+
+Of `experts` parts of equal width a token passes `active`: the first `shared` of them always, the
+others as a router says, each with weight 1, so that all of them together are the MLP that they were
+cut from. Routers:
+
+    oracle     the routed experts with most mass on the token; it has to compute them all, and only measures others
+    centroids  x on the mean direction of an expert's rows of gate (up without one)                        MoEfication
+    trained    W tanh(V x + b) + c, V of WIDTH rows, trained for which experts the oracle would choose     MoEfication
+    analytic   the product of one neuron of each expert, whose tokens are most like those of all of it     CMoE
+
+Cross-entropy of a wrong choice is weighted by the mass that the choice is about: which of two equal
+experts is taken does not matter. A mass is the energy (h_i ‖W_down[:, i]‖)², as a share of the
+token's.
+
+Shapes: N tokens, H hidden_size, F intermediate_size, S shared neurons, G routed experts of w
+neurons, F = S + G·w.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from surgery.blocks.experts_mlp import Router
+from surgery.fitting import partition
+from surgery.fitting.expert_split import ExpertSplit
+from surgery.fitting.repair import CHUNK, FIRST, Neurons, Rows, error, figures, ridge
+
+MARKED = 10  # products of a token that CMoE marks
+FIRING = 0.1  # of a token's neurons, those with most mass, fire together
+SAMPLED = 2**23  # products that neurons are grouped by
+DAMPED = 4000  # rows that the old weights stand for in the repair: what an inactive expert leaves is small and noisy
+STEPS, BATCH, RATE = 300, 512, 1e-2  # of a router's training
+
+
+@dataclass(kw_only=True)
+class Carved(Neurons):
+    """Neurons in their order, the shared ones first; `order` [F] says which they were. `norm` [F]
+    is that of their columns of `down` in the source; without a `router` the oracle chooses."""
+
+    cut: ExpertSplit
+    order: Tensor
+    norm: Tensor
+    router: Router | None = None
+
+    def product(self, z: Tensor) -> Tensor:
+        """h [n, F] of inputs [n, H], zero where an expert was not chosen."""
+        h = super().product(z)
+        chosen = self.choose(self.mass(h)) if self.router is None else self.route(z)
+        width = h.shape[1] // self.cut.experts
+        return h * F.pad(
+            chosen.repeat_interleave(width, 1), (self.cut.shared * width, 0), value=1.0
+        )
+
+    def mass(self, h: Tensor) -> Tensor:
+        """Of products [n, F], the energy in each routed expert [n, G] as a share of the token's."""
+        energy = (h * self.norm).square()
+        share = energy / energy.sum(1, keepdim=True).clamp_min(1e-30)
+        return share.unflatten(1, (self.cut.experts, -1)).sum(2)[:, self.cut.shared :]
+
+    def choose(self, score: Tensor) -> Tensor:
+        """1.0 for the experts with the highest scores [n, G]."""
+        return torch.zeros_like(score).scatter_(1, score.topk(self.cut.top_k, dim=1).indices, 1.0)
+
+    def route(self, z: Tensor) -> Tensor:
+        """1.0 for the experts that the router chooses, [n, G]."""
+        assert self.router is not None
+        with torch.no_grad():
+            _, _, chosen = self.router(z, ACT2FN[self.act])
+        return z.new_zeros(len(z), self.cut.routed).scatter_(1, chosen, 1.0)
+
+
+def fit(
+    neurons: Neurons, rows: Rows | None, cut: ExpertSplit, entry: dict[str, Any]
+) -> tuple[Carved, dict[str, Any]]:
+    """The MLP carved, and figures of it on rows that were not fitted on (none without rows).
+    `entry` is the block's.
+
+    `neurons` are put into the new order themselves: in fp32 they may be larger than anything else.
+    """
+    seen = None if rows is None else _Seen(neurons, rows)
+    label = _labels(neurons, seen, cut)
+    marks = seen.marks if seen is not None and cut.router == "analytic" else None
+    order = label.argsort(stable=True).to(neurons.up.device)
+    reorder(neurons, order)
+    values = {f.name: getattr(neurons, f.name) for f in dataclasses.fields(neurons)}
+    carved = Carved(**values, cut=cut, order=order, norm=neurons.down.norm(dim=0))
+    if cut.router != "oracle":
+        carved.router = _router(carved, rows, marks, entry)
+    if rows is None:
+        return carved, {}
+    before = error(carved, rows, rows.fitted)
+    fitted, after = carved, before
+    if cut.repair == "ridge":
+        fitted = ridge(carved, rows, damping=DAMPED / rows.fitted, rank=cut.bypass)  # type: ignore[assignment]
+        after = error(fitted, rows, rows.fitted)
+        if after > before:  # on rows that were not fitted on: a repair that makes it worse is none
+            fitted, after = carved, before
+    return fitted, figures(error=before, repaired=after, **_against_oracle(carved, rows))
+
+
+def costs(neurons: Neurons, rows: Rows, cut: ExpertSplit) -> list[float]:
+    """What it costs the stream behind the layer to leave out none, one, two, … of the routed
+    experts, as the oracle chooses: the weighted squared error on rows that were not grouped by.
+    `neurons` are put in order themselves."""
+    carved, _ = fit(neurons, rows, dataclasses.replace(cut, router="oracle", repair="none"), {})
+    size = sum(
+        ((1.0 if w is None else w) * y.square().mean(1)).sum().item()
+        for _, y, w in rows.parts(rows.fitted)
+    )
+    cuts = (
+        dataclasses.replace(cut, active=active) for active in range(cut.experts, cut.shared, -1)
+    )
+    return [
+        size * error(dataclasses.replace(carved, cut=c), rows, rows.fitted) / len(rows.z)
+        for c in cuts
+    ]
+
+
+def reorder(neurons: Neurons, order: Tensor) -> None:
+    """Put the neurons into another order, one matrix after another: the same function."""
+    for name in ("gate", "up", "gate_bias", "up_bias", "threshold", "threshold_up"):
+        if (value := getattr(neurons, name)) is not None and len(
+            value
+        ) > 1:  # one threshold may be that of all
+            setattr(neurons, name, value[order])
+    neurons.down = neurons.down[:, order]
+
+
+def _against_oracle(carved: Carved, rows: Rows) -> dict[str, float]:
+    """Of the experts that the oracle chooses, and of the mass in them, what the router chooses; and
+    the oracle's error.
+    """
+    if carved.router is None:
+        return {}
+    agreed = wanted = held = best = 0.0
+    for z, _, _ in rows.parts(rows.fitted):
+        mass, chosen = carved.mass(Neurons.product(carved, z)), carved.route(z)
+        ideal = carved.choose(mass)
+        agreed, wanted = agreed + (chosen * ideal).sum().item(), wanted + ideal.sum().item()
+        held, best = held + (chosen * mass).sum().item(), best + (ideal * mass).sum().item()
+    oracle = error(dataclasses.replace(carved, router=None), rows, rows.fitted)
+    return {
+        "recall": agreed / wanted,
+        "mass_recall": held / max(best, 1e-30),
+        "oracle_error": oracle,
+    }
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+class _Seen:
+    """What the neurons do on a sample of the rows that may be fitted on."""
+
+    def __init__(self, neurons: Neurons, rows: Rows) -> None:
+        step = max(1, rows.fitted * len(neurons.up) // SAMPLED)
+        self.neurons, self.z = neurons, rows.z[: rows.fitted : step].float()
+
+    @cached_property
+    def shares(self) -> Tensor:
+        """The mass of each neuron, as a share of its token's: [N, F]."""
+        return self.neurons.shares(self.z)
+
+    @cached_property
+    def marks(self) -> Tensor:
+        """1.0 for the MARKED largest products of each token, of inputs and rows of norm 1, [N, F]:
+        as CMoE's code does.
+        """
+        n = self.neurons
+        z, gate, up = (None if t is None else F.normalize(t, dim=1) for t in (self.z, n.gate, n.up))
+        assert z is not None
+        unit = dataclasses.replace(n, gate=gate, up=up, rule="plain")
+        return _largest(unit.product(z).abs(), min(MARKED, len(n.up)))
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """1.0 for the `count` largest of each row, but for zeros."""
+    found = values.topk(count, dim=1)
+    return torch.zeros_like(values).scatter_(1, found.indices, (found.values > 0).to(values.dtype))
+
+
+def _labels(neurons: Neurons, seen: _Seen | None, cut: ExpertSplit) -> Tensor:
+    """The part [F] that each neuron stands in, the shared ones first."""
+    width = len(neurons.up)
+    if cut.method == "random" or (cut.shared and seen is None):
+        return partition.random(width, cut.experts, cut.seed)
+    rate = None
+    if seen is not None:
+        rate = (seen.marks if cut.method == "cmoe" else seen.shares).mean(0)
+    label = (
+        torch.zeros(width, dtype=torch.long)
+        if rate is None
+        else partition.by_rate(rate, cut.experts)
+    )
+    rest = (label >= cut.shared).nonzero()[:, 0]
+    label[rest] = cut.shared + _grouped(
+        neurons, seen, cut, rest.to(neurons.up.device), label[rest] - cut.shared
+    )
+    return label
+
+
+def _grouped(
+    neurons: Neurons, seen: _Seen | None, cut: ExpertSplit, rest: Tensor, ranked: Tensor
+) -> Tensor:
+    """The routed expert of each neuron of `rest`; `ranked` is the one by its rate."""
+    if cut.method == "kmeans":
+        parts = [F.normalize(t[rest], dim=1) for t in (neurons.gate, neurons.up) if t is not None]
+        return partition.kmeans(torch.cat(parts, dim=1), cut.routed, cut.seed)
+    assert seen is not None
+    if cut.method == "cmoe":
+        return partition.markers(seen.marks[:, rest], cut.routed)
+    shares = seen.shares[:, rest]
+    if cut.method == "coactivation":
+        fires = _largest(seen.shares, max(1, int(FIRING * len(neurons.up))))[:, rest]
+        return partition.graph(fires.T @ fires, cut.routed, cut.seed)
+    return partition.concentrate(shares, ranked, cut.routed, _competing(cut))
+
+
+def _competing(cut: ExpertSplit) -> int:
+    """How many routed experts a token chooses; half of them where all are active, for those who
+    will use fewer.
+    """
+    return cut.top_k if cut.top_k < cut.routed else cut.routed // 2
+
+
+# --- routers --------------------------------------------------------------------------------------
+
+
+def _router(
+    carved: Carved, rows: Rows | None, marks: Tensor | None, entry: dict[str, Any]
+) -> Router:
+    """`marks` [N, F] of the neurons as they were."""
+    cut, width = carved.cut, len(carved.up) // carved.cut.experts
+    router = Router(entry, carved.up.shape[1], std=0.0).to(carved.up.device).requires_grad_(False)
+    router.init_block_weights()  # zeros
+    if cut.router == "trained":
+        assert rows is not None
+        _train(router, carved, rows)
+        return router
+    opens = carved.up if carved.gate is None else carved.gate
+    if cut.router == "centroids":
+        experts = F.normalize(opens, dim=1).unflatten(0, (cut.experts, width))[cut.shared :]
+        router.weight.copy_(experts.mean(1))
+        return router
+    assert marks is not None
+    marks = marks[:, carved.order][:, cut.shared * width :]
+    label = torch.arange(cut.routed, device=marks.device).repeat_interleave(width)
+    chosen = cut.shared * width + partition.representatives(marks, label, cut.routed)
+    for side, matrix, bias in (
+        ("", carved.up, carved.up_bias),
+        ("_in", carved.gate, carved.gate_bias),
+    ):
+        if matrix is not None:
+            norm = matrix[chosen].norm(dim=1, keepdim=True).clamp_min(1e-12)
+            getattr(router, f"weight{side}").copy_(matrix[chosen] / norm)
+            if entry["router_bias"]:
+                getattr(router, f"bias{side}").copy_(
+                    0 if bias is None else bias[chosen] / norm[:, 0]
+                )
+    return router
+
+
+def _train(router: Router, carved: Carved, rows: Rows) -> None:
+    """Cross-entropy of each expert's choice, weighted by how far its mass is from the one that
+    decides; on inputs of mean 0 and variance 1, which the weights then take in. First tokens are
+    few, and take part more often than they occur."""
+    k = _competing(carved.cut)
+    first = rows.z[:0] if rows.first is None else rows.first.z
+    inputs = torch.cat([rows.z[: rows.fitted], first]).float()
+    mass = torch.cat([carved.mass(Neurons.product(carved, z)) for z in inputs.split(CHUNK)])
+    border = mass.topk(k + 1, dim=1).values[:, k - 1 :].mean(1, keepdim=True)
+    wanted, weight = (mass > border).float(), (mass - border).abs()
+    weight /= weight.mean().clamp_min(1e-30)
+    z = inputs[: rows.fitted]
+    mean, std = spread(z)
+    draw = torch.Generator().manual_seed(carved.cut.seed)
+    _begin(router, draw)
+
+    def loss(some: Tensor) -> Tensor:
+        some = some.to(z.device)
+        logits, _, _ = router((inputs[some] - mean) / std, ACT2FN[carved.act])
+        return F.binary_cross_entropy_with_logits(logits, wanted[some], weight[some])
+
+    descend(list(router.parameters()), loss, (len(z), len(first)), STEPS, draw)
+    router.weight_in /= std
+    router.bias_in -= router.weight_in @ mean
+
+
+def spread(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation [H] of inputs [N, H], none of which is nearly 0."""
+    std = z.std(0)
+    return z.mean(0), std.clamp_min(1e-3 * std.mean())
+
+
+def descend(
+    parameters: list[Parameter],
+    loss: Callable[[Tensor], Tensor],
+    counts: tuple[int, int],
+    steps: int,
+    draw: torch.Generator,
+) -> None:
+    """Adam on `loss` of the indices [b] of rows; the rate rises and falls once. `counts`: of rows,
+    and of first tokens, which come after them."""
+    for p in parameters:
+        p.requires_grad_(True)
+    optimizer = torch.optim.AdamW(parameters, lr=RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
+    with torch.enable_grad():
+        for _ in range(steps):
+            some = torch.randint(counts[0], (BATCH,), generator=draw)
+            if counts[1]:
+                some[::FIRST] = counts[0] + torch.randint(
+                    counts[1], (BATCH // FIRST,), generator=draw
+                )
+            value = loss(some)
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            schedule.step()
+    for p in parameters:
+        p.requires_grad_(False)
+
+
+def _begin(router: Router, draw: torch.Generator) -> None:
+    for name, p in router.named_parameters():
+        if p.ndim == 2:
+            p.copy_(
+                torch.randn(p.shape, generator=draw)
+                * p.shape[1] ** -0.5
+                * (1.0 if name == "weight_in" else 0.1)
+            )

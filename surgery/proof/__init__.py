@@ -1,0 +1,1 @@
+"""What shows that an output is right: files, names, parity of logits, quality, routing."""

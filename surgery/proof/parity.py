@@ -1,0 +1,152 @@
+"""Parity: source and output walked over the same ids, and their logits compared.
+
+Shapes: b sequences of a batch, n positions, V vocab_size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.walk import Walk
+from surgery.checkpoint import Checkpoint, Progress, constant
+from surgery.families import locate
+
+PARITY = 1e-5  # of max(1, std of the source logits)
+
+
+class Comparison:
+    """Sums over the logits of both models, of `sequences` rows of ids: everything that the rows are
+    made of.
+    """
+
+    def __init__(self, sequences: int) -> None:
+        self.deltas = torch.zeros(
+            sequences, dtype=torch.float64
+        )  # max|Δ| of each; Python's max would lose a NaN
+        self.total = self.squares = 0.0  # of the source's logits
+        self.count = self.scored = 0
+        self.not_finite = [0, 0]
+        self.nll = [0.0, 0.0]
+
+    def add(self, rows: slice, logits: tuple[Tensor, Tensor], targets: Tensor) -> None:
+        """Logits of source and output [b, n, V]; the tokens that follow [b, n], one fewer at the
+        end of a sequence.
+        """
+        a, b = logits
+        self.deltas[rows] = torch.maximum(
+            self.deltas[rows], (a - b).abs().amax((1, 2)).double().cpu()
+        )
+        self.total += a.sum(dtype=torch.float64).item()
+        self.squares += a.double().square().sum().item()
+        self.count += a.numel()
+        self.scored += targets.numel()
+        for i, x in enumerate(logits):
+            self.not_finite[i] += int((~x.isfinite()).sum())
+            flat = x[:, : targets.shape[1]].flatten(0, 1)
+            self.nll[i] += torch.nn.functional.cross_entropy(
+                flat, targets.flatten(), reduction="sum"
+            ).item()
+
+    @property
+    def delta(self) -> float:
+        return self.deltas.max().item()
+
+    @property
+    def limit(self) -> float:
+        mean = self.total / self.count
+        return PARITY * max(1.0, math.sqrt(max(0.0, self.squares / self.count - mean * mean)))
+
+    def perplexity(self, i: int) -> float:
+        return math.exp(min(self.nll[i] / self.scored, 700.0))  # a double ends soon after
+
+
+class Pair:
+    """Source and output at the end of their walks, over the same ids; `last` is the last converted
+    layer.
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        output: Checkpoint,
+        input_ids: Tensor,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        last: int,
+        progress: Progress,
+    ) -> None:
+        self.input_ids, self.dtype, self.device = input_ids, dtype, device
+        self.last, self.progress = last, progress
+        self.source, self.output = (
+            Walk(c, input_ids, dtype=dtype, device=device) for c in (source, output)
+        )
+        self.before_last: list[
+            Tensor
+        ] = []  # the first batch, as it enters that layer of the output
+        for walk in (self.source, self.output):
+            for layer in walk:
+                if walk is self.output and layer.index == last:
+                    self.before_last = layer.hidden[:1]
+                layer.run()
+                progress(1)
+        self.compared = self._compare(self.source, self.output)
+
+    @property
+    def worst(self) -> int:
+        """The sequence where they differ most."""
+        return int(self.compared.deltas.argmax())
+
+    def rounding(self, narrow: Pair) -> float:
+        """max|Δ| of the source's logits from those of `narrow`, of which this is the worst
+        sequence.
+        """
+        hidden = [row[None] for batch in narrow.source.hidden for row in batch][narrow.worst]
+        again = narrow.source.fork(narrow.source.checkpoint, [hidden])
+        both = zip(self.source.logits(), again.logits(), strict=True)
+        return max((a.cpu() - b.cpu()).abs().max().item() for (_, a), (_, b) in both)
+
+    def in_fp64(self) -> Pair:
+        """Both again in fp64, on the sequence where they differ most."""
+        worst = self.worst
+        device = "cpu" if self.device.startswith("mps") else self.device  # which has no fp64
+        return Pair(
+            self.source.checkpoint,
+            self.output.checkpoint,
+            self.input_ids[worst : worst + 1],
+            dtype=torch.float64,
+            device=device,
+            last=self.last,
+            progress=self.progress,
+        )
+
+    def control(self) -> float:
+        """max|Δ| on the first batch with the output's MLP of the last converted layer zeroed: it
+        must be caught.
+        """
+        zeroed = self.output.fork(without_mlp(self.output.checkpoint, self.last), self.before_last)
+        for layer in zeroed.steps(start=self.last):
+            layer.run()
+            self.progress(1)
+        return self._compare(
+            self.source.fork(self.source.checkpoint, self.source.hidden[:1]), zeroed
+        ).delta
+
+    def _compare(self, source: Walk, output: Walk) -> Comparison:
+        compared = Comparison(len(self.input_ids))
+        for ((rows, positions), a), (_, b) in zip(source.logits(), output.logits(), strict=True):
+            following = slice(positions.start + 1, positions.stop + 1)
+            logits = (a, b) if a.dtype == torch.float64 else (a.float(), b.float())
+            compared.add(rows, logits, self.input_ids[rows, following].to(a.device))
+        return compared
+
+
+def without_mlp(checkpoint: Checkpoint, index: int) -> Checkpoint:
+    """The checkpoint with every tensor of the MLP of layer `index` zero."""
+    names, tensors = locate(checkpoint).mlp_names(index), dict(checkpoint.tensors)
+    return checkpoint.replace(
+        tensors=tensors | {n: constant(0.0, tensors[n].shape, tensors[n].dtype) for n in names}
+    )

@@ -1,0 +1,156 @@
+"""What a conversion costs in quality: perplexity, agreement with the source, exact zeros, on text
+of two domains.
+
+    perplexity   exp(- mean log p(token t+1 | tokens 1..t)), natural logarithm, the first token never predicted
+    agreement    how often the most likely next token is the source's
+    zeros        the fraction of exact zeros among the MLP's products, by layer
+
+One walk for each model, one after the other: nothing is kept of the source but its most likely
+tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.data import Sample, sample_ids
+from surgery.calibration.observe import tapped
+from surgery.calibration.walk import Walk
+from surgery.checkpoint import Checkpoint, Progress, constant
+from surgery.families import find
+
+TEXTS = {"evaluation": "held-out speeches", "second": "another domain"}
+
+
+@dataclass(kw_only=True)
+class Quality:
+    """Of one model; by text where the field is a mapping. `agreement` of the source with itself is
+    1.
+    """
+
+    perplexity: dict[str, float] = field(default_factory=dict)
+    agreement: dict[str, float] = field(default_factory=dict)
+    not_finite: int = 0  # logits
+    zeros: list[float] = field(
+        default_factory=list
+    )  # by layer; NaN where a layer has no MLP of its own
+
+    @property
+    def sparsity(self) -> float:
+        """Mean over the layers that have an MLP."""
+        known = [z for z in self.zeros if not math.isnan(z)]
+        return sum(known) / len(known) if known else math.nan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Texts:
+    """Sequences of one length of all texts, one text after the other: `rows` says which are
+    whose.
+    """
+
+    samples: Mapping[str, Sample]
+    input_ids: Tensor
+    mask: Tensor
+    rows: Mapping[str, slice]
+
+
+def texts(checkpoint: Checkpoint, tokens: int, sequence_length: int) -> Texts:
+    """`tokens` of each text of the package, in windows of `sequence_length`."""
+    samples: dict[str, Sample] = {}
+    for name in TEXTS:
+        samples[name] = sample_ids(
+            checkpoint, tokens=tokens, sequence_length=sequence_length, split=name
+        )
+    rows, start = {}, 0
+    for name, sample in samples.items():
+        rows[name] = slice(start, start + len(sample.input_ids))
+        start = rows[name].stop
+    ids = torch.cat([s.input_ids for s in samples.values()])
+    return Texts(
+        samples=samples,
+        input_ids=ids,
+        mask=torch.cat([s.mask for s in samples.values()]),
+        rows=rows,
+    )
+
+
+def measure(
+    models: Mapping[str, Checkpoint],
+    sample: Texts,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    progress: Progress = lambda n: None,
+) -> dict[str, Quality]:
+    """The quality of each model; the first is the one that the others are compared with."""
+    found: dict[str, Quality] = {}
+    reference: Tensor | None = None
+    for name, checkpoint in models.items():
+        walk = Walk(checkpoint, sample.input_ids, dtype=dtype, device=device)
+        quality = Quality(zeros=_zeros(walk, sample, progress))
+        nll, chosen, quality.not_finite = _scores(walk, sample.input_ids)
+        reference = chosen if reference is None else reference
+        for text, rows in sample.rows.items():
+            quality.perplexity[text] = math.exp(min(nll[rows].double().mean().item(), 700.0))
+            quality.agreement[text] = (chosen[rows] == reference[rows]).double().mean().item()
+        found[name] = quality
+    return found
+
+
+def _zeros(walk: Walk, sample: Texts, progress: Progress) -> list[float]:
+    """Run the walk to its end; exact zeros of each layer's products."""
+    found = []
+    for layer in walk:
+        zeros, total, start = 0, 0, 0
+        with tapped(layer.module, walk.blocks.family, walk.checkpoint.text_config) as taps:
+
+            def count(b: int, out: Tensor) -> None:
+                nonlocal zeros, total, start
+                mask = sample.mask[start : start + len(out)].to(out.device)
+                start += len(out)
+                if (h := taps.caught.get("product")) is not None:
+                    h = h.reshape(*mask.shape, -1)[mask]
+                    zeros, total = zeros + h.numel() - int(h.count_nonzero()), total + h.numel()
+
+            layer.run(count)
+        found.append(zeros / total if total else math.nan)
+        progress(1)
+    return found
+
+
+def _scores(walk: Walk, ids: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Of each position but the last [B, T - 1]: −log p of the token that follows, and the most
+    likely token; and how many logits are not finite."""
+    not_finite = 0
+    nll = torch.empty(len(ids), ids.shape[1] - 1)
+    chosen = torch.empty_like(nll, dtype=torch.long)
+    for (rows, positions), logits in walk.logits():
+        targets = ids[rows, positions.start + 1 : positions.stop + 1].to(logits.device)
+        not_finite += int((~logits.isfinite()).sum())
+        flat = logits[:, : targets.shape[1]].float()
+        losses = torch.nn.functional.cross_entropy(flat.transpose(1, 2), targets, reduction="none")
+        where = slice(positions.start, positions.start + targets.shape[1])
+        nll[rows, where], chosen[rows, where] = losses.cpu(), flat.argmax(-1).cpu()
+    return nll, chosen, not_finite
+
+
+def plain_swap(source: Checkpoint, output: Checkpoint) -> Checkpoint:
+    """The output with the source's own weights wherever both have a tensor of that name and shape:
+    what the conversion would be without repair. Of what the source has nothing like, thresholds
+    stay, and what the repair adds is zero."""
+    added = tuple(
+        f".{name}" for name in ("correction", "bypass_out", f"{find(output.config).down}.bias")
+    )
+    tensors = {}
+    for name, t in output.tensors.items():
+        own = source.tensors.get(name)
+        if own is not None and own.shape == t.shape:
+            tensors[name] = own
+        else:
+            tensors[name] = constant(0.0, t.shape, t.dtype) if name.endswith(added) else t
+    return output.replace(tensors=tensors)

@@ -1,0 +1,170 @@
+"""What a mixture's routers do on text, and what the language-model loss has to tell them.
+
+Identical experts whose weights sum to one compute the same whatever the router says, so that its
+gradient is zero and only an auxiliary loss moves it. Whether it is, is measured: d(loss)/d(router)
+layer by layer, the way back of a walk, each layer computed once more from the hidden states that it
+had. In memory are one layer, what one sequence computes in it, and the hidden states of all layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.fp64 import arithmetic
+from surgery.calibration.observe import Parts, Taps, tapped
+from surgery.calibration.routers import figures
+from surgery.calibration.walk import Layer, Walk
+from surgery.checkpoint import Checkpoint, Progress
+
+NOTHING = 1e-6  # a gradient below it is rounding: in fp32 identical experts give about 1e-9, others 1e-3 and more
+SATURATED = 0.95  # a mean largest probability above it
+IDLE = 0.01  # a load below it, of an even one
+COUNTED = 20  # choices that an expert would have of an even load, for that to mean something
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """One layer's router: `figures` of routers.py, `idle` experts, pairs of `equal` rows (of
+    different copies), and the norm of d(mean loss)/d(router's parameters)."""
+
+    layer: int
+    logit_std: float
+    largest_probability: float
+    load_entropy: float
+    least_load: float
+    idle: int
+    equal: int
+    gradient: float = math.nan
+
+
+def measure(
+    checkpoint: Checkpoint,
+    input_ids: Tensor,
+    *,
+    shards: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    progress: Progress = lambda n: None,
+) -> list[Routing]:
+    """Of each layer that routes, on ids [B, T]; `shards` experts that follow one another make up a
+    copy.
+    """
+    walk = Walk(checkpoint, input_ids, dtype=dtype, device=device, batch_size=1)
+    inputs, found = list[list[Tensor]](), dict[int, Routing]()
+    for layer in walk:
+        inputs.append(list(layer.hidden))
+        with tapped(layer.module, walk.blocks.family, checkpoint.text_config) as taps:
+            if taps.parts.router is not None:
+                found[layer.index] = _routing(layer, taps, shards)
+            else:
+                layer.run()
+        progress(1)
+    for index, norm in _gradients(walk, input_ids, inputs, progress):
+        if index in found:
+            found[index] = _with_gradient(found[index], norm)
+    return list(found.values())
+
+
+def summary(
+    found: Sequence[Routing],
+) -> Iterator[tuple[str, float | int, list[tuple[int, float | int]]]]:
+    """What there is to say: its name, the mean of the layers or how many layers it is true of, and
+    of each of these.
+    """
+    if not found:
+        return
+    means = {
+        "router logits: standard deviation": "logit_std",
+        "largest routing probability": "largest_probability",
+        "entropy of the experts' load, 1 where even": "load_entropy",
+        "gradient of the routers (language-model loss)": "gradient",
+    }
+    for check, name in means.items():
+        each = [(r.layer, getattr(r, name)) for r in found]
+        yield check, sum(v for _, v in each) / len(each), each
+    warnings: dict[str, list[tuple[int, float | int]]] = {
+        "no gradient for the router but an auxiliary loss: identical experts, or one of weight 1": [
+            (r.layer, r.gradient) for r in found if r.gradient < NOTHING
+        ],
+        f"saturated routers, largest probability above {SATURATED}": [
+            (r.layer, r.largest_probability) for r in found if r.largest_probability > SATURATED
+        ],
+        f"experts with less than {IDLE} of an even load": [
+            (r.layer, r.idle) for r in found if r.idle
+        ],
+        "pairs of copies with equal routers": [(r.layer, r.equal) for r in found if r.equal],
+    }
+    for check, each in warnings.items():
+        if each:
+            yield f"warning: {check}, layers", len(each), each
+
+
+def _routing(layer: Layer, taps: Taps, shards: int) -> Routing:
+    """Run the layer, and see what its router says of every token but the first ones."""
+    assert taps.parts.router is not None
+    seen: dict[str, list[Tensor]] = {"selected": [], "router_logits": []}
+
+    def look(b: int, out: Tensor) -> None:
+        for name, values in seen.items():
+            values.append(taps.caught[name].unflatten(0, out.shape[:2])[:, 1:].flatten(0, 1))
+
+    layer.run(look)
+    selected, logits = (torch.cat(values) for values in seen.values())
+    load = torch.bincount(selected.flatten(), minlength=taps.experts)
+    even = selected.numel() / taps.experts
+    rows = torch.nn.functional.normalize(taps.parts.router.weight.detach().float()[::shards], dim=1)
+    alike = (rows @ rows.T).triu(1) > 0.9999
+    zero = int((rows.norm(dim=1) == 0).sum())
+    return Routing(
+        layer=layer.index,
+        **figures(logits.float(), selected),
+        idle=int((load < IDLE * even).sum()) if even >= COUNTED else 0,
+        equal=int(alike.sum()) + zero * (zero - 1) // 2,
+    )
+
+
+def _with_gradient(routing: Routing, norm: float) -> Routing:
+    values = {name: getattr(routing, name) for name in Routing.__dataclass_fields__}
+    return Routing(**values | {"gradient": norm})
+
+
+def _gradients(
+    walk: Walk, input_ids: Tensor, inputs: Sequence[Sequence[Tensor]], progress: Progress
+) -> Iterator[tuple[int, float]]:
+    """The way back, after the last layer: the norm of the router's gradient in each layer, from the
+    last one that routes down to the first."""
+    gradients = walk.loss_gradient(input_ids)
+    for index in reversed(range(len(walk))):
+        steps = walk.steps(start=index)
+        layer = next(steps)
+        with closing(steps):  # type: ignore[type-var]
+            router = Parts.of(layer.module, walk.blocks.family).router
+            own = [] if router is None else [p.requires_grad_() for p in router.parameters()]
+            sums = [torch.zeros_like(p) for p in own]
+            for b, x in enumerate(inputs[index]):
+                gradients[b], *others = _back(layer, b, x, own, gradients[b])
+                for total, g in zip(sums, others, strict=True):
+                    total += 0 if g is None else g
+            yield index, math.sqrt(sum(g.double().square().sum().item() for g in sums))
+        progress(1)
+
+
+def _back(
+    layer: Layer, b: int, x: Tensor, own: Sequence[Tensor], gradient: Tensor
+) -> Sequence[Any]:
+    """The gradient of batch b, x [b, T, H] as it enters the layer, and of `own` (None where it has
+    no part), from that of what leaves the layer."""
+    x = x.detach().to(layer.device).requires_grad_()
+    args, kwargs = layer.arguments[b]
+    with arithmetic(x.dtype):
+        out = layer.module(x, *args, **kwargs)
+        return torch.autograd.grad(
+            out[0] if isinstance(out, tuple) else out, [x, *own], gradient, allow_unused=True
+        )

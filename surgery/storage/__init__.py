@@ -1,0 +1,23 @@
+"""Where checkpoints are read from and written to: this disk, the Hub, URLs."""
+
+from surgery.storage.reader import open_checkpoint
+from surgery.storage.writer import (
+    Written,
+    add,
+    check_space,
+    check_target,
+    finish,
+    is_finished,
+    write,
+)
+
+__all__ = [
+    "Written",
+    "add",
+    "check_space",
+    "check_target",
+    "finish",
+    "is_finished",
+    "open_checkpoint",
+    "write",
+]

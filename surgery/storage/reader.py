@@ -1,0 +1,217 @@
+"""Open a checkpoint: config, lazy tensors from the headers alone, side files. Reads no weight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from surgery.checkpoint.checkpoint import Checkpoint, Source
+from surgery.checkpoint.config import check
+from surgery.checkpoint.header import read_header
+from surgery.checkpoint.tensors import LazyTensor
+from surgery.errors import SurgeryError
+from surgery.storage.files import File, Store, open_store
+from surgery.storage.pickled import read_legacy
+
+INDEX = "model.safetensors.index.json"
+# Copied byte for byte. What is not here (other weights, optimiser states, the source's own card)
+# stays behind.
+SIDE_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "*LICENSE*",
+    "*LICENCE*",
+    "*USE_POLICY*",
+    "NOTICE*",
+    "*.py",
+)
+
+
+def open_checkpoint(
+    location: str | Path, *, revision: str | None = None, stream: bool = False
+) -> Checkpoint:
+    """Open a folder, a single .safetensors file, a Hub id ("owner/name", "owner/name@revision") or
+    a URL (s3://…).
+
+    `stream`: keep no copy of shards that are fetched, but the last few that were read.
+
+    Raises SurgeryError for what is missing, damaged, or not a Hugging Face checkpoint.
+    """
+    store = open_store(str(location), revision, stream)
+    config = read_config(store)
+    tensors, shards = _read_tensors(store)
+    folder = None if store.folder is None else str(store.folder.resolve())
+    return Checkpoint(
+        config=config,
+        tensors=tensors,
+        files=tuple(f for name, f in store.files.items() if _is_side_file(name)),
+        source=Source(location=store.location, revision=store.revision, folder=folder),
+        shards=shards,
+        custom_code=bool(config.get("auto_map")),
+        card=store.files.get("README.md"),
+    )
+
+
+def _is_side_file(name: str) -> bool:
+    """By name and depth, as `*` of fnmatch crosses folders: original/tokenizer.model stays
+    behind.
+    """
+    return any(fnmatch(name, p) and name.count("/") == p.count("/") for p in SIDE_FILES)
+
+
+def read_config(store: Store) -> dict[str, Any]:
+    """The parsed config.json."""
+    if "config.json" not in store.files:
+        hint = "give the folder that holds config.json and the .safetensors files"
+        if any(n.endswith(".gguf") for n in store.files):
+            hint = "GGUF is an inference format: give the Hugging Face checkpoint that it was made from"
+        raise SurgeryError(f"no config.json in {store.location}", hint)
+    return check(read_json(store.files["config.json"], store), f"config.json of {store.location}")
+
+
+def read_json(file: File, store: Store) -> dict[str, Any]:
+    """A JSON object from a file of the checkpoint."""
+    where = f"{file.name} of {store.location}"
+    try:
+        value = json.loads(file.path().read_bytes())
+        json.dumps(
+            value, ensure_ascii=False
+        ).encode()  # half a surrogate pair is read and could not be written
+    except (ValueError, RecursionError) as e:
+        raise SurgeryError(f"{where} is not valid JSON: {e}", "mend or fetch it again") from None
+    if not isinstance(value, dict):
+        raise SurgeryError(f"{where} is no JSON object", "mend or fetch it again")
+    return value
+
+
+def _read_tensors(store: Store) -> tuple[dict[str, LazyTensor], dict[str, File]]:
+    """Every tensor of the checkpoint, and the safetensors file it stands in (none for legacy
+    files).
+    """
+    for index, single, safe in (
+        (INDEX, "model.safetensors", True),
+        ("pytorch_model.bin.index.json", "pytorch_model.bin", False),
+    ):
+        files = _weight_files(store, index, single, safe)
+        if files is None:
+            continue
+        tensors: dict[str, LazyTensor] = {}
+        shards: dict[str, File] = {}
+        for file, expected in files:
+            found = read_header(file, file.read) if safe else read_legacy(file)
+            _merge(tensors, found, file, expected)
+            shards |= dict.fromkeys(found, file) if safe else {}
+        return tensors, shards
+    raise SurgeryError(f"no weights in {store.location}", _other_formats(store))
+
+
+def _merge(
+    tensors: dict[str, LazyTensor], found: Mapping[str, LazyTensor], file: File, expected: set[str]
+) -> None:
+    if absent := sorted(expected - set(found)):
+        raise SurgeryError(
+            f"the index says {file.name} holds {absent[0]}, and it does not ({len(absent)} such)",
+            "the download is incomplete or the files are of different models",
+        )
+    if twice := sorted(set(tensors) & set(found)):
+        raise SurgeryError(
+            f"{twice[0]} stands in two shards, the second is {file.name} ({len(twice)} such)",
+            "remove the shards of another model from the folder",
+        )
+    tensors |= found
+
+
+def _weight_files(
+    store: Store, index: str, single: str, safe: bool
+) -> list[tuple[File, set[str]]] | None:
+    """The weight files and the tensors that the index promises in each; None where there are none
+    of this kind.
+    """
+    if single in store.files:  # before the index: so does transformers
+        return [(store.files[single], set())]
+    if index in store.files:
+        return _indexed(store, index)
+    suffix = ".safetensors" if safe else ".bin"
+    others = [
+        n
+        for n in store.files
+        if n.endswith(suffix) and "/" not in n and not n.startswith(_NOT_MODELS)
+    ]
+    if len(others) > 1:
+        raise SurgeryError(
+            f"{len(others)} {suffix} files in {store.location} and no {index}",
+            f"name one file, or restore {index}",
+        )
+    return [(store.files[others[0]], set())] if others else None
+
+
+_NOT_MODELS = (
+    "adapter_model",
+    "training_args",
+    "optimizer",
+    "scheduler",
+    "rng_state",
+    "consolidated",
+    "sentencepiece",
+)
+
+
+def _indexed(store: Store, index: str) -> list[tuple[File, set[str]]]:
+    weight_map = read_json(store.files[index], store).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SurgeryError(
+            f"{index} of {store.location} has no weight_map", "restore the index of the checkpoint"
+        )
+    names: dict[str, set[str]] = {}
+    for tensor, file in weight_map.items():
+        if (
+            not isinstance(file, str)
+            or PurePosixPath(file).is_absolute()
+            or ".." in PurePosixPath(file).parts
+        ):
+            raise SurgeryError(
+                f"{index} names a file outside the checkpoint: {str(file)[:200]!r}",
+                "do not use this checkpoint: its index is broken or hostile",
+            )
+        names.setdefault(file, set()).add(tensor)
+    if absent := sorted(set(names) - set(store.files)):
+        raise SurgeryError(
+            f"{index} names {absent[0]}, which is not in {store.location} ({len(absent)} of {len(names)} "
+            "shards are absent)",
+            "download the missing shards",
+        )
+    return [(store.files[file], tensors) for file, tensors in sorted(names.items())]
+
+
+def _other_formats(store: Store) -> str:
+    for suffix, hint in (
+        (
+            ".gguf",
+            "GGUF is an inference format: give the Hugging Face checkpoint that it was made from",
+        ),
+        (".h5", "TensorFlow weights: convert them with transformers first"),
+        (".msgpack", "Flax weights: convert them with transformers first"),
+        (".pth", "original PyTorch weights: give the Hugging Face version of the model"),
+        (
+            "adapter_model.safetensors",
+            "a LoRA adapter: merge it into its base model first (peft's merge_and_unload)",
+        ),
+    ):
+        if any(n.endswith(suffix) for n in store.files):
+            return hint
+    return "give a folder with model.safetensors, or shards and their index"

@@ -1,0 +1,90 @@
+"""surgery.json, what a conversion says of itself: read from folders that may come from anywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from surgery.checkpoint.schema import Schema, violations
+from surgery.errors import SurgeryError
+
+RECORD = "surgery.json"
+_TEXT, _NUMBER, _OBJECT = {"type": "string"}, {"type": ["integer", "null"]}, {"type": "object"}
+_STEP: Schema = {
+    "type": "object",
+    "required": ["operation"],
+    "properties": {"operation": _TEXT, "granularity": _NUMBER, "shared": _NUMBER},
+}
+_SHARD: Schema = {
+    "type": "object",
+    "required": ["bytes", "sha256"],
+    "properties": {
+        "bytes": {"type": "integer"},
+        "sha256": {"type": ["string", "null"]},
+        "crc32": _TEXT,
+    },
+}
+_SCHEMA: Schema = {
+    "type": "object",
+    "required": [
+        "name",
+        "source",
+        "command",
+        "recipe",
+        "exact",
+        "layers",
+        "fingerprint",
+        "shards",
+        "verification",
+    ],
+    "properties": {
+        "name": _TEXT,
+        "command": _TEXT,
+        "fingerprint": _TEXT,
+        "exact": {"type": "boolean"},
+        "shards": _OBJECT,
+        "source": {
+            "type": "object",
+            "required": ["location", "revision"],
+            "properties": {"location": _TEXT, "revision": {"type": ["string", "null"]}},
+        },
+        "recipe": {"type": "array", "items": _STEP},
+        "layers": {"type": "array", "items": {"type": "integer"}},
+        "notes": {"type": "array", "items": _TEXT},
+        "verification": {"type": ["object", "null"]},
+        "finetune": {
+            "type": "object",
+            "additionalProperties": {"type": ["string", "number", "boolean"]},
+        },
+    },
+}
+_HINT = "convert the model again"
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The record of an output. Raises SurgeryError where there is none, or none that could be of a
+    conversion.
+    """
+    path = folder / RECORD
+    try:
+        record = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise SurgeryError(
+            f"no {RECORD} in {folder}", "give a folder that surgery wrote, whole"
+        ) from None
+    except (ValueError, RecursionError) as e:
+        raise SurgeryError(f"{path} is not valid JSON: {e}", _HINT) from None
+    if not isinstance(record, dict):
+        raise SurgeryError(f"{path} is no record of a conversion", _HINT)
+    for found in violations(record, _SCHEMA):
+        raise SurgeryError(f"{path} is no record of a conversion: {found.message[:200]}", _HINT)
+    for name, shard in record["shards"].items():
+        if name != Path(name).name or not name.endswith(".safetensors"):
+            raise SurgeryError(
+                f"{path} names a file outside its folder: {name[:200]!r}",
+                "do not use this checkpoint: its record is broken or hostile",
+            )
+        for found in violations(shard, _SHARD, ("shards", name)):
+            raise SurgeryError(f"{path}, {name}: {found.message[:200]}", _HINT)
+    return record

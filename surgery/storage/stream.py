@@ -1,0 +1,191 @@
+"""Write one shard to a file: bytes of source files are copied inside the kernel
+(`copy_file_range`), computed values one tensor at a time; what is written is hashed and flushed by
+a thread behind."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import queue
+import threading
+from pathlib import Path
+
+from surgery.checkpoint import Progress
+from surgery.checkpoint.plan import Shard
+from surgery.checkpoint.tensors import LazyTensor
+from surgery.errors import SurgeryError
+from surgery.storage.digest import Digest, Hasher, planned
+
+CHUNK = 64 << 20  # a step of the progress bar, and of the kernel's copy
+WINDOW = 256 << 20  # what is written between two flushes
+
+
+def stream(shard: Shard, partial: Path, hashed: bool, progress: Progress) -> Digest | None:
+    """Write the shard to the new file `partial` and sync it; its digest where that was asked
+    for.
+    """
+    hasher = Hasher(planned(shard)) if hashed else None
+    with (
+        partial.open("wb+", buffering=0) as f,
+        _Follower(partial, hasher) as follower,
+        _Descriptors() as sources,
+    ):
+        position = 0
+
+        def advance(n: int) -> None:
+            nonlocal position
+            position += n
+            follower.reach(position)
+            progress(n)
+
+        fd = f.fileno()
+        if shard.verbatim:
+            _copy(
+                sources.open(shard.verbatim.path()),
+                fd,
+                0,
+                shard.verbatim.size,
+                shard.verbatim.name,
+                advance,
+            )
+        else:
+            _write_all(fd, shard.header, advance)
+            for _, tensor in shard.tensors:
+                _write_tensor(tensor, fd, sources, advance)
+        os.fsync(fd)
+    return hasher.digest() if hasher else None
+
+
+def _write_tensor(tensor: LazyTensor, fd: int, sources: _Descriptors, advance: Progress) -> None:
+    if tensor.compute is None:
+        for part in tensor.inputs:
+            _write_tensor(part, fd, sources, advance)
+        for e in tensor.extents:
+            _copy(sources.open(e.file.path()), fd, e.offset, e.length, e.file.name, advance)
+    elif tensor.nbytes:
+        import torch
+
+        value = tensor.read()
+        _write_all(fd, memoryview(value.reshape(-1).view(torch.uint8).numpy()), advance)
+
+
+def _write_all(fd: int, data: bytes | memoryview, advance: Progress) -> None:
+    view = memoryview(data)
+    while view:
+        n = os.write(fd, view[:CHUNK])
+        view = view[n:]
+        advance(n)
+
+
+_NO_KERNEL_COPY = (
+    errno.EXDEV,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EINVAL,
+    errno.EBADF,
+    errno.EPERM,
+)
+
+
+def _copy(source: int, target: int, offset: int, length: int, name: str, advance: Progress) -> None:
+    """Append `length` bytes of `source` from `offset` to `target`, inside the kernel where it
+    can.
+    """
+    while length:
+        n = _copy_some(source, target, offset, min(length, CHUNK))
+        if not n:
+            raise SurgeryError(
+                f"{name} ended early: it was truncated while it was read",
+                "restore the source, then run the same command again",
+            )
+        offset, length = offset + n, length - n
+        advance(n)
+
+
+def _copy_some(source: int, target: int, offset: int, length: int) -> int:
+    if hasattr(os, "copy_file_range"):
+        try:
+            return os.copy_file_range(source, target, length, offset)
+        except OSError as e:
+            if e.errno not in _NO_KERNEL_COPY:
+                raise
+    view = memoryview(os.pread(source, min(length, 4 << 20), offset))
+    size = len(view)
+    while view:
+        view = view[os.write(target, view) :]
+    return size
+
+
+class _Descriptors:
+    """Source files, each opened once."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+
+    def __enter__(self) -> _Descriptors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+
+    def open(self, path: Path) -> int:
+        if path not in self._open:
+            self._open[path] = os.open(path, os.O_RDONLY)
+        return self._open[path]
+
+
+class _Follower:
+    """A thread behind the writer: hashes what has been written while it is warm in the page cache,
+    then sends it to the disk and gives its pages back. So the sync at the end is short, and a
+    conversion of any size neither fills the memory with dirty pages nor drives other programs'
+    files out of the cache."""
+
+    def __init__(self, path: Path, hasher: Hasher | None) -> None:
+        self._path, self._hasher = path, hasher
+        self._reached = queue.SimpleQueue[int | None]()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Follower:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reached.put(None)
+        self._thread.join()
+        if self._error:
+            raise self._error
+
+    def reach(self, position: int) -> None:
+        self._reached.put(position)
+
+    def _run(self) -> None:
+        try:
+            flushed = hashed = 0
+            with self._path.open("rb+", buffering=0) as f:
+                while (end := self._reached.get()) is not None:
+                    if self._hasher:
+                        hashed = _hash_range(f, hashed, end, self._hasher)
+                    if end - flushed >= WINDOW:
+                        _flush(f.fileno(), flushed, end)
+                        flushed = end
+        except BaseException as e:  # handed to the writer's thread
+            self._error = e
+
+
+def _hash_range(f: io.FileIO, position: int, end: int, hasher: Hasher) -> int:
+    buffer = memoryview(bytearray(4 << 20))
+    f.seek(position)
+    while position < end:
+        n = f.readinto(buffer[: min(len(buffer), end - position)])
+        hasher.update(buffer[:n])
+        position += n
+    return position
+
+
+def _flush(fd: int, start: int, end: int) -> None:
+    os.fsync(fd)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,337 @@
+"""Write a plan: one tensor at a time, straight to its place in its shard.
+
+Extents are copied by the kernel (`copy_file_range`, which shares the blocks on file systems that
+can), so memory stays flat whatever the size. A shard has a temporary name until it is whole and
+synced; config.json comes last, so a folder that has one is whole. `surgery.partial.json` marks a
+folder as ours and unfinished, and holds the plan's fingerprint: the same command goes on from the
+finished shards, another one is refused.
+
+Several processes (see `shared`) divide the shards; the first does everything else. Nothing but
+creating, renaming and looking up files is asked of the file system that they share.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from surgery.checkpoint.checkpoint import Checkpoint
+from surgery.checkpoint.compat import dump
+from surgery.checkpoint.plan import INDEX, Plan, Shard
+from surgery.checkpoint.tensors import SourceFile
+from surgery.checkpoint.work import Progress
+from surgery.errors import SurgeryError
+from surgery.storage.digest import Digest
+from surgery.storage.files import bytes_on_disk
+from surgery.storage.lock import HELD, LOCK
+from surgery.storage.processes import Group, divide
+from surgery.storage.record import RECORD
+from surgery.storage.staging import cache_home
+from surgery.storage.stream import stream
+
+MARKER = "surgery.partial.json"
+SLACK = 16 << 20  # left free on the disk
+PATIENCE = 90.0  # seconds in which a shared file system shows one machine what another has written
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """What was written where: the digest of each shard (where asked for), how many shards an
+    earlier run had finished.
+    """
+
+    folder: Path
+    digests: dict[str, Digest | None]
+    resumed: int
+
+
+def write(
+    plan: Plan,
+    out: Path,
+    *,
+    source: Checkpoint,
+    hardlink: bool = False,
+    hashed: bool = True,
+    progress: Progress = lambda n: None,
+    group: Group | None = None,
+) -> Written:
+    """Write the plan to the folder `out`, or go on with it. `progress` is told the bytes as they
+    are written.
+
+    Args:
+        hardlink: where a shard is a source file unchanged, link to it instead of copying (same file
+            system only).
+        hashed: take each shard's digest while it is written; linked and already finished shards are
+            not read for it.
+        group: the processes that share the work; `write` returns in the first when all is there, in
+            the others before.
+
+    Raises SurgeryError, before the first byte, for a folder that is not ours to write or a disk
+    that is too small.
+    """
+    group = group or Group()
+    if not group.rank:
+        _begin(plan, out, source, hardlink)
+    done = group.broadcast([s.name for s in plan.shards if _has(out / s.name, s.nbytes)])
+    if not _appears(out / MARKER, None, group):
+        raise SurgeryError(
+            f"{out} is not the folder that the first process writes",
+            "give --out on a file system that all of the processes share",
+        )
+    if not group.rank:
+        progress(sum(s.nbytes for s in plan.shards if s.name in done))
+    todo = [s for s in plan.shards if s.name not in done]
+    progress = group.counting(progress)
+    mine = [todo[i] for i in divide([s.nbytes for s in todo], group)]
+    digests: dict[str, Digest | None] = {}
+    for part in group.gather(
+        {s.name: _write_shard(s, out, hardlink, hashed, progress) for s in mine}
+    ):
+        digests |= part
+    if not group.rank:
+        _end(plan, out, group)
+    return Written(folder=out, digests=digests, resumed=len(done))
+
+
+def _begin(plan: Plan, out: Path, source: Checkpoint, hardlink: bool) -> None:
+    """Mark the folder as ours, and write the side files."""
+    check_target(plan, out, source)
+    check_space(plan, out, hardlink)
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / MARKER).exists():
+        _write_small(out / MARKER, dump({"fingerprint": plan.fingerprint}))
+    for name in plan.small:
+        if name not in (INDEX, "config.json"):
+            _write_small(out / name, plan.small[name])
+
+
+def _end(plan: Plan, out: Path, group: Group) -> None:
+    """What makes the folder a model, once every shard is there."""
+    for shard in plan.shards:
+        if not _appears(out / shard.name, shard.nbytes, group):
+            raise SurgeryError(
+                f"{out / shard.name} was written and is not there", "run the same command again"
+            )
+    for name in (INDEX, "config.json"):
+        if name in plan.small:
+            _write_small(out / name, plan.small[name])
+    _sync_folder(out)
+
+
+def add(out: Path, files: Mapping[str, bytes]) -> None:
+    """Write these beside the model."""
+    for name, data in files.items():
+        _write_small(out / name, data)
+
+
+def finish(out: Path, record: dict[str, object], files: Mapping[str, bytes] | None = None) -> None:
+    """Write `files` and surgery.json, and take the mark of an unfinished output away."""
+    add(out, files or {})
+    _write_small(out / RECORD, dump(record))
+    (out / MARKER).unlink(missing_ok=True)
+    _sync_folder(out)
+
+
+# --- the folder -----------------------------------------------------------------------------------
+
+
+def check_target(plan: Plan, out: Path, source: Checkpoint) -> None:
+    """Refuse a folder inside the source or the hub cache, and one that is not an unfinished output
+    of this plan.
+    """
+    resolved = out.resolve()
+    for folder, what in ((source.source.folder, "the source"), (_hub_cache(), "the hub cache")):
+        if folder and resolved.is_relative_to(Path(folder).resolve()):
+            raise SurgeryError(
+                f"the output {out} would stand inside {what} {folder}",
+                "give another folder with --out",
+            )
+    if out.exists() and not out.is_dir():
+        raise SurgeryError(f"the output {out} is a file", "give a folder with --out")
+    if not out.exists() or {p.name for p in out.iterdir()} <= {
+        _partial(out / MARKER).name,
+        LOCK,
+        HELD,
+    }:
+        return  # nothing, or killed before the mark was whole
+    begun = _fingerprint_of(out / MARKER)
+    if begun is None and (finished := _fingerprint_of(out / RECORD)) is None:
+        raise SurgeryError(
+            f"the folder {out} is not empty and not an output of surgery",
+            "give a new folder with --out, or empty this one",
+        )
+    if (begun or finished) != plan.fingerprint:
+        state = "unfinished" if begun else "finished"
+        raise SurgeryError(
+            f"{out} holds the {state} output of another command, source or version",
+            f"remove it (rm -r {out}) or give another folder with --out",
+        )
+
+
+def is_finished(plan: Plan, out: Path) -> bool:
+    """Whether `out` holds the finished output of this very plan."""
+    whole = all(_has(out / s.name, s.nbytes) for s in plan.shards) and all(
+        (out / name).is_file() for name in plan.small
+    )
+    return (
+        whole and not (out / MARKER).exists() and _fingerprint_of(out / RECORD) == plan.fingerprint
+    )
+
+
+def _fingerprint_of(file: Path) -> str | None:
+    try:
+        return str(json.loads(file.read_bytes())["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _hub_cache() -> Path:
+    return Path(os.environ.get("HF_HUB_CACHE") or cache_home() / "hub").expanduser()
+
+
+def check_space(plan: Plan, out: Path, hardlink: bool) -> None:
+    """Refuse what does not fit: the shards still to be written, and beside them what is fetched for
+    them.
+    """
+    todo = [s for s in plan.shards if not _has(out / s.name, s.nbytes)]
+    left = sum(
+        p.stat().st_size for s in todo if (p := _partial(out / s.name)).is_file()
+    )  # of a killed run: it will go
+    needed = sum(s.nbytes for s in todo if not (hardlink and s.verbatim)) - left
+    fetched = bytes_on_disk(file for s in todo for file in sources(s))
+    if not fetched or _disk(out) == _disk(_hub_cache()):
+        downloads = f" with {fetched / 1e9:.2f} GB of downloads" if fetched else ""
+        _require_space(out, needed + fetched, downloads, "--out")
+    else:
+        _require_space(out, needed, "", "--out")
+        _require_space(_hub_cache(), fetched, " of downloads", "HF_HUB_CACHE")
+
+
+def _require_space(folder: Path, needed: int, what: str, option: str) -> None:
+    free = shutil.disk_usage(_existing(folder)).free
+    if needed + SLACK > free:
+        raise SurgeryError(
+            f"{folder} needs {needed / 1e9:.2f} GB{what} and the disk has {free / 1e9:.2f} GB free",
+            f"free some space, or give a folder on another disk with {option}",
+        )
+
+
+def sources(shard: Shard) -> Iterator[SourceFile]:
+    """The source files that the shard is made of."""
+    if shard.verbatim:
+        yield shard.verbatim
+    for _, tensor in shard.tensors:
+        yield from (extent.file for extent in tensor.sources())
+
+
+def _existing(folder: Path) -> Path:
+    return next(p for p in (folder, *folder.resolve().parents) if p.exists())
+
+
+def _disk(folder: Path) -> int:
+    return _existing(folder).stat().st_dev
+
+
+# --- a file ---------------------------------------------------------------------------------------
+
+
+def _write_small(path: Path, data: bytes) -> None:
+    """A whole file or none, and on the disk when this returns."""
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = _partial(path)
+        with partial.open("wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        partial.replace(path)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """What the system refuses, as one line that names the file."""
+    try:
+        yield
+    except OSError as e:
+        where = (
+            f" ({e.filename})"
+            if e.filename and Path(e.filename).name != _partial(path).name
+            else ""
+        )
+        hint = "free some space" if e.errno in _FULL else "check the disk and the source"
+        raise SurgeryError(
+            f"cannot write {path}: {e.strerror or e}{where}",
+            f"{hint}, then run the same command again",
+        ) from e
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+def _has(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def _appears(path: Path, size: int | None, group: Group) -> bool:
+    """Whether the file is there: at once, or, of several processes, when this machine has looked
+    again at what they share.
+    """
+    until = time.monotonic() + (PATIENCE if group.size > 1 else 0.0)
+    while (
+        not (there := path.is_file() if size is None else _has(path, size))
+        and time.monotonic() < until
+    ):
+        time.sleep(1)
+    return there
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every network's file system can
+            raise
+    finally:
+        os.close(fd)
+
+
+def _write_shard(
+    shard: Shard, out: Path, hardlink: bool, hashed: bool, progress: Progress
+) -> Digest | None:
+    """Write one shard under a temporary name, sync it, rename it; its digest where that was asked
+    for.
+    """
+    partial, digest = _partial(out / shard.name), None
+    with _told(out / shard.name):
+        partial.unlink(missing_ok=True)
+        if hardlink and shard.verbatim and _link(shard.verbatim, partial):
+            progress(shard.nbytes)
+        else:
+            digest = stream(shard, partial, hashed, progress)
+        partial.replace(out / shard.name)
+    return digest
+
+
+def _link(source: SourceFile, partial: Path) -> bool:
+    """A hard link to the source's file (not to a symlink of the hub cache); False on another file
+    system.
+    """
+    try:
+        os.link(source.path().resolve(), partial)
+    except OSError as e:
+        if e.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
+            raise
+        return False
+    return True

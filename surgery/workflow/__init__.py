@@ -1,0 +1,1 @@
+"""From a source and operations to a verified, recorded, published output."""

@@ -1,0 +1,262 @@
+"""Publish an output on the Hub: what its verification passed, and never half of it.
+
+Files go to a pull request, which is merged when all of them are there and are what was recorded, so
+that `main` is the model before or the model after. An interrupted push is taken up in the same pull
+request; what the Hub has already is not sent again.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgery.errors import SurgeryError
+from surgery.report import card
+from surgery.storage import finish
+from surgery.storage.files import hub_errors
+from surgery.storage.writer import MARKER
+from surgery.workflow.run import Observer, Silent, read_record
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")  # of which none of another model may stay
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pushed:
+    """What a push does, or did: files to send with their bytes, files of another model to delete,
+    and where it is.
+    """
+
+    repo: str
+    files: Mapping[str, int]  # all of the output
+    send: tuple[str, ...]
+    delete: tuple[str, ...]
+    url: str
+    pull_request: int | None = None
+    merged: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files[name] for name in self.send)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "repo": self.repo,
+            "url": self.url,
+            "bytes": self.nbytes,
+            "pull_request": self.pull_request,
+            "merged": self.merged,
+            "files": [
+                {"name": n, "bytes": b, "send": n in self.send} for n, b in self.files.items()
+            ],
+            "delete": list(self.delete),
+            "notes": list(self.notes),
+        }
+
+
+def push(
+    folder: Path,
+    repo: str,
+    *,
+    private: bool = False,
+    pr: bool = False,
+    dry_run: bool = False,
+    observer: Observer | None = None,
+) -> Pushed:
+    """Publish the output in `folder` as `repo`; with `pr` the pull request stays open, for somebody
+    to look at.
+
+    Raises SurgeryError for an output that is not verified, or no longer what was verified.
+    """
+    from huggingface_hub import HfApi
+
+    observer, api = observer or Silent(), HfApi()
+    if not dry_run:
+        require_token(repo)
+    record = require_verified(folder)
+    if not dry_run:
+        finish(folder, record, card.renamed(folder, record["name"], repo))
+    files = listing(folder)
+    with hub_errors(repo):
+        remote = _tree(api, repo, "main")
+        plan = Pushed(
+            repo=repo,
+            files=files,
+            send=_differ(folder, files, record, remote or {}),
+            delete=_stale(files, remote or {}),
+            url=f"{api.endpoint}/{repo}",
+            notes=_notes(folder, private),
+        )
+        if private and remote is not None and not api.model_info(repo).private:
+            raise SurgeryError(
+                f"{repo} is there and public",
+                "make it private in its settings, or leave --private out",
+            )
+        if dry_run or (remote is not None and not plan.send and not plan.delete):
+            return plan
+        if remote is None:
+            api.create_repo(repo, private=private or None)
+        return _through_pull_request(api, folder, record, plan, pr, observer)
+
+
+def require_token(repo: str) -> None:
+    """SurgeryError where nobody is logged in."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise SurgeryError(
+            f"pushing to {repo} needs a token of the Hub", "`hf auth login`, or set HF_TOKEN"
+        )
+
+
+def require_verified(folder: Path) -> dict[str, Any]:
+    """The record of an output whose verification passed and whose shards have the recorded
+    sizes.
+    """
+    record = read_record(folder)
+    if not (record.get("verification") or {}).get("passed"):
+        state = (
+            "has not passed its verification" if record.get("verification") else "is not verified"
+        )
+        raise SurgeryError(
+            f"{folder} {state}",
+            f"only what is proved is published: surgery verify {record['source']['location']} {folder}",
+        )
+    for name, shard in record["shards"].items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != shard["bytes"]:
+            raise SurgeryError(f"{path} is not what was verified", "convert the model again")
+    return record
+
+
+def listing(folder: Path) -> dict[str, int]:
+    """The files that are published, with their bytes."""
+    paths = (p for p in sorted(folder.rglob("*")) if p.is_file())
+    names = {p.relative_to(folder).as_posix(): p.stat().st_size for p in paths}
+    return {
+        n: b
+        for n, b in names.items()
+        if n != MARKER and not any(part.startswith((".", "__")) for part in n.split("/"))
+    }
+
+
+# --- what is to be done ---------------------------------------------------------------------------
+
+
+def _tree(api: HfApi, repo: str, revision: str) -> dict[str, str] | None:
+    """By file, what names its content on the Hub; None where there is no such repository."""
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        found = list(api.list_repo_tree(repo, recursive=True, revision=revision))
+    except RevisionNotFoundError:
+        return {}  # a repository without a commit
+    except RepositoryNotFoundError as e:
+        if type(e) is not RepositoryNotFoundError:  # gated, disabled
+            raise
+        return None
+    return {f.path: (f.lfs.sha256 if f.lfs else f.blob_id) for f in found if hasattr(f, "blob_id")}
+
+
+def _differ(
+    folder: Path, files: Iterable[str], record: Mapping[str, Any], remote: Mapping[str, str]
+) -> tuple[str, ...]:
+    """The files that the Hub lacks or has otherwise. Shards are compared by the hash that was
+    verified, not read again.
+    """
+    return tuple(n for n in files if remote.get(n) not in _contents(folder, n, record))
+
+
+def _contents(folder: Path, name: str, record: Mapping[str, Any]) -> tuple[str, ...]:
+    """How the Hub may name the content of a file: sha256 where it is large, git's hash of a blob
+    where it is small.
+    """
+    if name in record["shards"]:
+        return (str(record["shards"][name]["sha256"]),)
+    data = (folder / name).read_bytes()
+    blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    return (blob, hashlib.sha256(data).hexdigest())
+
+
+def _stale(files: Mapping[str, int], remote: Mapping[str, str]) -> tuple[str, ...]:
+    """Weights and index of another model, which would be loaded beside ours or in their place."""
+    return tuple(
+        n
+        for n in remote
+        if n not in files and "/" not in n and any(Path(n).match(p) for p in WEIGHTS)
+    )
+
+
+def _notes(folder: Path, private: bool) -> tuple[str, ...]:
+    text = (
+        (folder / card.NAME).read_text(encoding="utf-8") if (folder / card.NAME).is_file() else ""
+    )
+    head, found = text.partition("\n---\n")[0], []
+    if "\nbase_model:" not in head:
+        found.append(
+            "the source was a folder: README.md names no base_model (add its Hub id), recipe.yaml that folder"
+        )
+    if "\nlicense:" not in head:
+        found.append("the card names no license, as the source names none: add it to README.md")
+    return tuple(found)
+
+
+# --- doing it -------------------------------------------------------------------------------------
+
+
+def _through_pull_request(
+    api: HfApi,
+    folder: Path,
+    record: Mapping[str, Any],
+    plan: Pushed,
+    keep_open: bool,
+    observer: Observer,
+) -> Pushed:
+    """Send the files to a pull request, check them there, and merge it."""
+    import dataclasses
+
+    title = f"surgery {record['fingerprint'][:12]}"
+    number = _open_pull_request(api, plan.repo, title)
+    if number is None:
+        number = api.create_pull_request(plan.repo, title, description=f"`{record['command']}`").num
+    revision = f"refs/pr/{number}"
+    there = _tree(api, plan.repo, revision) or {}
+    with observer.stage("pushing", 0, "file") as progress:
+        if _differ(folder, plan.files, record, there) or _stale(plan.files, there):
+            api.upload_folder(
+                repo_id=plan.repo,
+                folder_path=folder,
+                revision=revision,
+                commit_message=title,
+                allow_patterns=[glob.escape(n) for n in plan.files],
+                delete_patterns=[glob.escape(n) for n in _stale(plan.files, there)] or None,
+            )
+        progress(len(plan.files))
+    if wrong := _differ(folder, plan.files, record, _tree(api, plan.repo, revision) or {}):
+        raise SurgeryError(
+            f"the Hub has another {wrong[0]} than was verified ({len(wrong)} such); nothing was merged",
+            f"run `surgery verify`, then push again: pull request {number} of {plan.repo} is still open",
+        )
+    if api.get_discussion_details(plan.repo, number).status == "draft":
+        api.change_discussion_status(plan.repo, number, "open")
+    if not keep_open:
+        api.merge_pull_request(plan.repo, number)
+    return dataclasses.replace(
+        plan,
+        pull_request=number,
+        merged=not keep_open,
+        url=f"{plan.url}/discussions/{number}" if keep_open else plan.url,
+    )
+
+
+def _open_pull_request(api: HfApi, repo: str, title: str) -> int | None:
+    """The pull request that an interrupted push of the same output has left."""
+    found = api.get_repo_discussions(repo, discussion_type="pull_request")
+    return next((d.num for d in found if d.title == title and d.status in ("draft", "open")), None)

@@ -1,0 +1,334 @@
+"""A recipe is data: a YAML file that says all of a surgery, so that one command repeats it.
+
+    source: Qwen/Qwen3-8B              # a folder, a file, a Hub id, or `demo`, the embedded model
+    calibration: {tokens: 32768}       # of every operation that takes one and does not say otherwise
+    operations:
+      - operation: relufy
+        activation: relu
+      - operation: upcycle
+        experts: 8
+
+The keys of an operation are the parameters of the function of that name. What is not understood is
+an error with its line and the nearest key that is known. Operations compose: all of them are one
+pass over the disk.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from surgery.calibration.settings import Calibration
+from surgery.checkpoint import Checkpoint, schema
+from surgery.demo import MODEL
+from surgery.errors import SurgeryError, UsageError
+from surgery.storage import open_checkpoint
+from surgery.workflow import recipe_text
+
+OPERATIONS = {  # name: module:function, imported where a recipe has it
+    "upcycle": "surgery.operations.upcycle:upcycle",
+    "relufy": "surgery.operations.relufy:relufy",
+    "memory": "surgery.operations.memory:memory",
+    "cast": "surgery.operations.cast:cast",
+    "carve": "surgery.operations.carve:carve",
+    "splinify": "surgery.operations.splinify:splinify",
+}
+DEMO = "demo"  # as a source: the embedded model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Push:
+    """Where an output goes once it is verified.
+
+    Args:
+        repo: Hub id, OWNER/NAME.
+        private: create it as a private one.
+        pr: leave a pull request open instead of merging it.
+    """
+
+    repo: str
+    private: bool = False
+    pr: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """What a recipe file holds, checked.
+
+    Args:
+        source: a folder, a weight file, a Hub id, a URL, or "demo", the embedded model.
+        revision: branch, tag or commit of a Hub id.
+        calibration: of every operation that takes one and does not say otherwise.
+        operations: what is done, in this order, in one pass over the disk.
+        dtype: convert weights to bf16, fp16 or fp32 while writing.
+        max_shard_size: largest shard, like 5GB or 500MB.
+        verify: prove the output against its source.
+        finetune: options of the script that the output brings, which it then has by itself, like
+            max_steps: 2000.
+        push: publish the output on the Hub.
+    """
+
+    source: str | None = None
+    revision: str | None = None
+    calibration: dict[str, Any] = field(default_factory=dict)
+    operations: tuple[dict[str, Any], ...]
+    dtype: str | None = None
+    max_shard_size: str | int | None = None
+    verify: bool = True
+    finetune: dict[str, str | int | float | bool] = field(default_factory=dict)
+    push: Push | None = None
+
+
+def function(name: str) -> Callable[..., Checkpoint]:
+    """The operation of that name, a function from checkpoint to checkpoint."""
+    module, _, attribute = OPERATIONS[name].partition(":")
+    found: Callable[..., Checkpoint] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def folder() -> Path:
+    """The shipped recipes: inside the package where it is installed, at the root of a checkout."""
+    package = Path(__file__).parent.parent
+    return package / "recipes" if (package / "recipes").is_dir() else package.parent / "recipes"
+
+
+def shipped() -> dict[str, str]:
+    """The names of the shipped recipes, each with the first line of its file, a comment that says
+    what it is.
+    """
+    return {
+        p.stem: p.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        for p in sorted(folder().glob("*.yaml"))
+    }
+
+
+def read(name: str | Path) -> str:
+    """The text of a recipe: a file, or a shipped one by its name."""
+    path = Path(name)
+    if not path.is_file() and path.name == str(name):
+        path = folder() / f"{name}.yaml"
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        near = difflib.get_close_matches(Path(name).stem, list(shipped()), 1)
+        raise SurgeryError(
+            f"no recipe {name}",
+            f"did you mean {near[0]}?"
+            if near
+            else f"give a file, or a shipped one: {', '.join(shipped())}",
+        ) from None
+    except ValueError:
+        raise SurgeryError(f"{path} is no text in UTF-8", "give a recipe, a YAML file") from None
+
+
+def load(name: str | Path, changes: Sequence[str] = ()) -> Recipe:
+    """A recipe file, or a shipped recipe by its name. `changes` are "dotted.key=value", the value
+    in YAML, list items by their number. Raises SurgeryError with the line of what is not
+    understood."""
+    return parse(read(name), str(name), changes)
+
+
+def parse(text: str, name: str, changes: Sequence[str] = ()) -> Recipe:
+    """The recipe in a text; `name` is what errors call it."""
+    data, lines = recipe_text.read(text, name)
+    for change in changes:
+        path = recipe_text.change(data, change)
+        lines = {k: v for k, v in lines.items() if k[: len(path)] != path} | {
+            path: f"--set {change}"
+        }
+    for found in _violations(data):
+        known = (lines.get(found.path[:n]) for n in range(len(found.path), 0, -1))
+        where = next(filter(None, known), name)  # its own line, or that of what it stands in
+        raise SurgeryError(f"{where}: {_of_what(found.path, data)}{found.message}", found.hint)
+    push = data.get("push")
+    push = push and Push(**({"repo": push} if isinstance(push, str) else push))
+    operations = tuple(_entry(e) for e in data["operations"])
+    parts = {key: data.get(key) or {} for key in ("calibration", "finetune")}
+    return Recipe(**{**data, **parts, "operations": operations, "push": push})
+
+
+def _of_what(path: schema.Keys, data: Mapping[str, Any]) -> str:
+    """The operation that is at fault."""
+    if len(path) > 2 and path[0] == "operations" and path[2] != "operation":
+        return f"{data['operations'][path[1]]['operation']}: "
+    return ""
+
+
+def _entry(entry: dict[str, Any]) -> dict[str, Any]:
+    """An operation with the layers of "0-7,12" as numbers."""
+    text = entry.get("layers")
+    if isinstance(text, str) and text[:1].isdigit():
+        return entry | {"layers": sorted(parse_layers(text) or ())}
+    return entry
+
+
+def parse_layers(text: str | None) -> set[int] | None:
+    """Layer numbers from "0-7,12,20-23". Raises UsageError for anything else."""
+    if text is None:
+        return None
+    chosen: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", part)  # no model has more
+        if not match or int(match[2] or match[1]) < int(match[1]):
+            raise UsageError(f"{text!r} does not name layers", "write them like 0-7,12,20-23")
+        chosen |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return chosen
+
+
+# --- the schema -----------------------------------------------------------------------------------
+
+
+def json_schema() -> schema.Schema:
+    """The JSON schema of a recipe, for editors: every operation with its parameters."""
+    known = _frame()
+    known["properties"]["operations"]["items"] = {
+        "anyOf": [_operation(name) for name in OPERATIONS]
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A recipe of surgery",
+        **known,
+    }
+
+
+def _frame() -> schema.Schema:
+    """The schema of a recipe but for the parameters of its operations."""
+    known = schema.of_dataclass(Recipe)
+    parts = known["properties"]
+    parts["calibration"] |= schema.of_dataclass(Calibration)
+    parts["push"] = {
+        "anyOf": [schema.of_dataclass(Push), {"type": ["string", "null"]}],
+        "description": parts["push"]["description"],
+    }
+    entry = {
+        "type": "object",
+        "required": ["operation"],
+        "properties": {"operation": {"enum": list(OPERATIONS)}},
+    }
+    parts["operations"]["items"] = entry
+    return known
+
+
+def _operation(name: str) -> schema.Schema:
+    own = schema.of_function(function(name), {"Checkpoint": str, "Calibration": Calibration})
+    first = {
+        "const": name,
+        "description": (inspect.getdoc(function(name)) or "").partition("\n")[0],
+    }
+    return own | {
+        "properties": {"operation": first, **own["properties"]},
+        "required": ["operation", *own["required"]],
+    }
+
+
+def _violations(data: Mapping[str, Any]) -> Iterator[schema.Violation]:
+    yield from schema.violations(data, _frame())
+    for i, entry in enumerate(data["operations"]):
+        yield from schema.violations(entry, _operation(entry["operation"]), ("operations", i))
+
+
+# --- what it amounts to ---------------------------------------------------------------------------
+
+
+def location(recipe: Recipe) -> str:
+    """What it begins with."""
+    if recipe.source is None:
+        raise SurgeryError("the recipe names no source", "give one with --set source=MODEL")
+    return str(MODEL) if recipe.source == DEMO else recipe.source
+
+
+def open_source(recipe: Recipe) -> Checkpoint:
+    """The checkpoint that it begins with."""
+    return open_checkpoint(location(recipe), revision=recipe.revision)
+
+
+def apply(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint after all operations; nothing is computed yet."""
+    for entry in recipe.operations:
+        parameters = {k: v for k, v in entry.items() if k != "operation"}
+        operation = function(entry["operation"])
+        if recipe.calibration and "calibration" in inspect.signature(operation).parameters:
+            parameters["calibration"] = {
+                **recipe.calibration,
+                **(parameters.get("calibration") or {}),
+            }
+        if "expert_models" in parameters:
+            parameters["expert_models"] = [open_checkpoint(m) for m in parameters["expert_models"]]
+        checkpoint = operation(checkpoint, **parameters)
+    return function("cast")(checkpoint, recipe.dtype) if recipe.dtype else checkpoint
+
+
+def of(
+    output: Checkpoint,
+    *,
+    max_shard_size: int | None = None,
+    verify: bool = True,
+    finetune: Mapping[str, Any] | None = None,
+    push: Push | None = None,
+) -> Recipe:
+    """The recipe that makes `output` again: its source, pinned, and every parameter of its steps.
+    Paths are absolute.
+    """
+    source = output.source
+    place = source.location if source.revision else _absolute(source.location)
+    operations = tuple(_portable({"operation": s.operation, **s.parameters}) for s in output.steps)
+    return Recipe(
+        source=DEMO if place == str(MODEL.resolve()) else place,
+        revision=source.revision,
+        operations=operations,
+        max_shard_size=max_shard_size,
+        verify=verify,
+        finetune=dict(finetune or {}),
+        push=push,
+    )
+
+
+def _portable(entry: dict[str, Any]) -> dict[str, Any]:
+    """The parameters that are given, their paths absolute."""
+    entry = {k: v for k, v in entry.items() if v not in (None, [])}
+    for key in ("expert_models", "expert_texts"):
+        if key in entry:
+            entry[key] = [_absolute(m) for m in entry[key]]
+    if "text" in (entry.get("calibration") or {}):
+        entry["calibration"] = entry["calibration"] | {
+            "text": _absolute(entry["calibration"]["text"])
+        }
+    return entry
+
+
+def _absolute(location: str) -> str:
+    """A path that is there, as an absolute one; anything else as it is."""
+    path = Path(location).expanduser()
+    return str(path.resolve()) if path.exists() else location
+
+
+def dump(recipe: Recipe) -> str:
+    """The recipe as YAML, without what is as by default."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def represent_list(dumper: Any, items: Sequence[Any]) -> Any:
+        flow = not any(isinstance(i, Mapping) for i in items)
+        return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=flow)
+
+    for kind in (list, tuple):
+        Dumper.add_representer(kind, represent_list)
+    data = {
+        f.name: v
+        for f in fields(recipe)
+        if (v := getattr(recipe, f.name)) not in (None, {}, f.default)
+    }
+    if recipe.push:
+        data["push"] = asdict(recipe.push)
+    return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))

@@ -1,0 +1,264 @@
+"""The folder that is written: never one that is not ours, never half, and the same command twice is
+one conversion.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support import files_of, llama_tensors, write_llama
+
+from surgery.checkpoint import Checkpoint
+from surgery.errors import SurgeryError
+from surgery.operations.relufy import relufy
+from surgery.operations.upcycle import upcycle
+from surgery.storage import open_checkpoint
+from surgery.storage.lock import held
+from surgery.storage.writer import MARKER
+from surgery.workflow import run
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Checkpoint:
+    return open_checkpoint(write_llama(tmp_path / "m", shards=3, layers=4))
+
+
+def convert(source: Checkpoint, out: Path, *, experts: int = 2, **options: bool) -> run.Result:
+    return run.convert(
+        source,
+        upcycle(source, experts=experts),
+        out,
+        max_shard_size=20_000,
+        verify=False,
+        **options,
+    )
+
+
+def test_a_finished_output_is_left_alone(source: Checkpoint, tmp_path: Path) -> None:
+    """Not a byte is written again: a model that is being served stays as it is."""
+    out = tmp_path / "out"
+    assert not convert(source, out).already
+    before = {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in out.iterdir()}
+    assert convert(source, out).already
+    assert {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in out.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "lost", ["model-00003-of-*.safetensors", "config.json", "model.safetensors.index.json"]
+)
+def test_a_lost_file_is_written_again(lost: str, source: Checkpoint, tmp_path: Path) -> None:
+    """surgery.json alone is no proof that the output is there."""
+    out = tmp_path / "out"
+    convert(source, out)
+    before = files_of(out)
+    next(out.glob(lost)).unlink()
+    again = convert(source, out)
+    assert not again.already and files_of(out) == before
+
+
+def test_another_command_is_refused(source: Checkpoint, tmp_path: Path) -> None:
+    """Into a finished output and into an interrupted one; both stay as they were."""
+    out = tmp_path / "out"
+    convert(source, out)
+    finished = files_of(out)
+    with pytest.raises(SurgeryError, match="finished output of another command"):
+        convert(source, out, experts=4)
+    with pytest.raises(SurgeryError, match="finished output of another command"):
+        run.convert(source, relufy(source, repair="none"), out, verify=False)
+    assert files_of(out) == finished
+    (out / "surgery.json").unlink()
+    (out / "config.json").unlink()
+    (out / MARKER).write_text(
+        json.dumps({"fingerprint": json.loads(finished["surgery.json"])["fingerprint"]})
+    )
+    interrupted = files_of(out)
+    with pytest.raises(SurgeryError, match="unfinished output of another command"):
+        convert(source, out, experts=4)
+    assert files_of(out) == interrupted
+    convert(source, out)
+    assert files_of(out) == finished
+
+
+def test_another_source_is_another_command(source: Checkpoint, tmp_path: Path) -> None:
+    """The same names, shapes and options, other values: shards of two models must not be mixed."""
+    convert(source, tmp_path / "out")
+    other = llama_tensors(layers=4)
+    other["model.norm.weight"] = torch.full((32,), 2.0, dtype=torch.bfloat16)
+    changed = open_checkpoint(write_llama(tmp_path / "m", shards=3, layers=4, tensors=other))
+    with pytest.raises(SurgeryError, match="another command, source or version"):
+        convert(changed, tmp_path / "out")
+
+
+def test_a_foreign_folder_is_refused_untouched(source: Checkpoint, tmp_path: Path) -> None:
+    for name in ("notes.txt", "config.json", ".hidden", "sub/file", "surgery.json", MARKER):
+        out = tmp_path / name.replace("/", "-")
+        (out / name).parent.mkdir(parents=True)
+        (out / name).write_text("mine")
+        with pytest.raises(SurgeryError, match="not an output of surgery"):
+            convert(source, out)
+        assert files_of(out) == {name: b"mine"}
+
+
+def test_an_empty_folder_and_one_killed_before_its_mark_are_taken(
+    source: Checkpoint, tmp_path: Path
+) -> None:
+    for left in ([], [f".{MARKER}.partial"]):
+        out = tmp_path / f"out{len(left)}"
+        out.mkdir()
+        for name in left:
+            (out / name).write_bytes(b"{")
+        convert(source, out)
+        assert not list(out.glob(".*"))
+        open_checkpoint(out)
+
+
+def test_never_into_the_source(source: Checkpoint, tmp_path: Path) -> None:
+    """By its name, below it, through `..` and through a symlink."""
+    before = files_of(tmp_path / "m")
+    (tmp_path / "link").symlink_to(tmp_path / "m")
+    for out in (
+        tmp_path / "m",
+        tmp_path / "m" / "out",
+        tmp_path / "x" / ".." / "m" / "out",
+        tmp_path / "link" / "out",
+    ):
+        with pytest.raises(SurgeryError, match="inside the source"):
+            convert(source, out)
+    assert files_of(tmp_path / "m") == before and not (tmp_path / "x").exists()
+
+
+def test_never_into_the_hub_cache(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder among the snapshots would be taken for a download by every other tool."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(SurgeryError, match="inside the hub cache"):
+        convert(source, tmp_path / "cache" / "models--a--b" / "out")
+    monkeypatch.delenv("HF_HUB_CACHE")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    with pytest.raises(SurgeryError, match="inside the hub cache"):
+        convert(source, tmp_path / "home" / "hub" / "out")
+    assert not (tmp_path / "cache").exists() and not (tmp_path / "home").exists()
+
+
+def test_an_output_that_is_a_file(source: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(SurgeryError, match="is a file"):
+        convert(source, tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_a_small_disk_is_found_before_the_first_byte(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after hours, and without a folder left behind. What an interrupted run has written
+    already counts.
+    """
+    out = tmp_path / "a" / "b" / "out"
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(10**9, 10**9, 17 << 20)
+    )
+    big = llama_tensors(layers=1, vocab=60_000, hidden=64)
+    large = open_checkpoint(
+        write_llama(tmp_path / "large", tensors=big, layers=1, vocab=60_000, hidden=64)
+    )
+    with pytest.raises(SurgeryError, match=r"needs 0\.02 GB and the disk has 0\.02 GB free"):
+        run.convert(large, upcycle(large), out, verify=False)
+    assert not (tmp_path / "a").exists()
+    convert(source, out)  # this one fits
+
+
+def test_a_second_process_is_refused(source: Checkpoint, tmp_path: Path) -> None:
+    """Two runs into one folder would write the same shard at once. The lock goes with the process
+    that held it.
+    """
+    out = tmp_path / "out"
+    with held(out):
+        before = files_of(out)
+        with pytest.raises(
+            SurgeryError, match=f"another process is writing .*out: {os.getpid()} on "
+        ):
+            convert(source, out)
+        assert files_of(out) == before
+    convert(source, out)
+
+
+@pytest.mark.parametrize("kind", ["computed", "extents", "verbatim"])
+def test_a_source_truncated_meanwhile_is_one_error(
+    kind: str, source: Checkpoint, tmp_path: Path
+) -> None:
+    """Zeros or a short shard in its place would look whole. What is left can not be opened."""
+    output = {
+        "computed": lambda: source.replace(
+            tensors={n: t.cast("F32") for n, t in source.tensors.items()}
+        ),
+        "extents": lambda: upcycle(source, experts=2),
+        "verbatim": lambda: relufy(source, repair="none"),
+    }[kind]()
+    shard = tmp_path / "m" / "model-00003-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(SurgeryError, match=r"model-00003-of-00003\.safetensors ended early"):
+        run.convert(source, output, tmp_path / "out", verify=False)
+    with pytest.raises(SurgeryError):
+        open_checkpoint(tmp_path / "out")
+
+
+def test_a_full_disk_midway_leaves_a_resumable_output(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ENOSPC in the middle of a shard: the shards before it stay, and the same command finishes to
+    the same bytes.
+    """
+    import errno
+    import os
+
+    convert(source, tmp_path / "whole")
+    real, calls = os.fsync, []
+
+    def full(fd: int) -> None:
+        calls.append(fd)
+        if len(calls) == 6:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SurgeryError, match="No space left"):
+        convert(source, tmp_path / "out")
+    with pytest.raises(SurgeryError):
+        open_checkpoint(tmp_path / "out")
+    monkeypatch.undo()
+    assert convert(source, tmp_path / "out").resumed > 0
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_without_copy_file_range_the_bytes_are_the_same(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other systems lack it and some file systems refuse it, perhaps after the first part."""
+    import errno
+    import os
+
+    convert(source, tmp_path / "kernel")
+    real, calls = os.copy_file_range, []
+
+    def refuse_later(source: int, target: int, length: int, offset: int) -> int:
+        calls.append(length)
+        if len(calls) > 1:
+            raise OSError(errno.EXDEV, "")
+        return real(source, target, min(length, 100), offset)
+
+    monkeypatch.setattr(os, "copy_file_range", refuse_later)
+    convert(source, tmp_path / "refused")
+    monkeypatch.delattr(os, "copy_file_range")
+    convert(source, tmp_path / "absent")
+    assert len(calls) > 10
+    assert (
+        files_of(tmp_path / "refused")
+        == files_of(tmp_path / "kernel")
+        == files_of(tmp_path / "absent")
+    )

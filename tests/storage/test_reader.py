@@ -1,0 +1,357 @@
+"""Opening a checkpoint: every tensor once, only inside the folder, and no code run."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support import llama_tensors, write_llama, write_shards
+
+from surgery.errors import SurgeryError
+from surgery.storage import open_checkpoint
+
+TENSORS = llama_tensors()
+INDEX = "model.safetensors.index.json"
+
+
+def assert_same(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    found = open_checkpoint(folder).tensors
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name].read(), value) and found[name].read().dtype == value.dtype
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_tensor_of_every_shard(shards: int, tmp_path: Path) -> None:
+    """Not the first shard alone."""
+    assert_same(write_llama(tmp_path / "m", shards=shards), TENSORS)
+
+
+def edit_index(folder: Path, **changes: str | None) -> None:
+    path = folder / INDEX
+    index = json.loads(path.read_text())
+    index["weight_map"] = {
+        n: f for n, f in {**index["weight_map"], **changes}.items() if f is not None
+    }
+    path.write_text(json.dumps(index))
+
+
+def absent_shard(folder: Path) -> None:
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def promised(folder: Path) -> None:
+    edit_index(folder, phantom="model-00001-of-00003.safetensors")
+
+
+def twice(folder: Path) -> None:
+    save_file({"model.norm.weight": torch.ones(32)}, folder / "extra.safetensors")
+    edit_index(folder, **{"model.norm.weight": "extra.safetensors"})
+
+
+def no_index(folder: Path) -> None:
+    (folder / INDEX).unlink()
+
+
+def not_json(folder: Path) -> None:
+    (folder / INDEX).write_text('{"weight_map": ')
+
+
+def empty_map(folder: Path) -> None:
+    (folder / INDEX).write_text('{"weight_map": {}}')
+
+
+def truncated(folder: Path) -> None:
+    shard = folder / "model-00003-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+def pointer(folder: Path) -> None:
+    (folder / "model-00001-of-00003.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    )
+
+
+BROKEN = {
+    absent_shard: ("model-00002-of-00003.safetensors", "1 of 3"),
+    promised: ("phantom", "model-00001-of-00003.safetensors"),
+    twice: ("model.norm.weight", "two shards"),
+    no_index: ("3 .safetensors files", INDEX),
+    not_json: (INDEX, "not valid JSON"),
+    empty_map: (INDEX, "weight_map"),
+    truncated: ("model-00003-of-00003.safetensors", "fetch it again"),
+    pointer: ("model-00001-of-00003.safetensors", "fetch it again"),
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN, ids=lambda f: f.__name__)
+def test_damage_is_named(damage: Any, tmp_path: Path) -> None:
+    """A missing weight found before anything is written, with the file that lacks it."""
+    folder = write_llama(tmp_path / "m", shards=3)
+    damage(folder)
+    with pytest.raises(SurgeryError) as caught:
+        open_checkpoint(folder)
+    for word in BROKEN[damage]:
+        assert word in f"{caught.value.message} {caught.value.hint}"
+
+
+@pytest.mark.parametrize(
+    "escape", ["../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors", 7, ["x"]]
+)
+def test_an_index_cannot_leave_the_folder(escape: Any, tmp_path: Path) -> None:
+    """The file exists and is sound: only the path is wrong."""
+    folder = write_llama(tmp_path / "m", shards=3)
+    save_file({"secret": torch.ones(1)}, tmp_path / "secret.safetensors")
+    edit_index(folder, secret=escape)
+    with pytest.raises(SurgeryError, match="outside the checkpoint"):
+        open_checkpoint(folder)
+
+
+def test_tensors_that_the_index_forgets_are_kept(tmp_path: Path) -> None:
+    """Extra heads stand in shards without an entry in the index: they pass through."""
+    folder = write_llama(tmp_path / "m", shards=3)
+    edit_index(folder, **{"model.norm.weight": None})
+    assert_same(folder, TENSORS)
+
+
+def test_of_two_models_the_one_that_transformers_loads(tmp_path: Path) -> None:
+    """Shards and their index left beside a merged model.safetensors: the verification must see what
+    users do.
+    """
+    folder = write_llama(tmp_path / "m", shards=3)
+    save_file({"merged": torch.ones(1)}, folder / "model.safetensors")
+    assert set(open_checkpoint(folder).tensors) == {"merged"}
+
+
+def test_a_single_file(tmp_path: Path) -> None:
+    """The config is the folder's, the tensors are that file's alone, though others lie beside
+    it.
+    """
+    folder = write_llama(tmp_path / "m")
+    save_file({"other": torch.ones(1)}, folder / "other.safetensors")
+    assert set(open_checkpoint(folder / "model.safetensors").tensors) == set(TENSORS)
+    assert set(open_checkpoint(folder / "other.safetensors").tensors) == {"other"}
+
+
+def test_other_files_are_no_weights(tmp_path: Path) -> None:
+    """An adapter or the original format beside the one file of the model do not make it
+    ambiguous.
+    """
+    folder = write_llama(tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    for name in ("adapter_model.safetensors", "consolidated.safetensors", "optimizer.bin"):
+        (folder / name).write_bytes(b"no header")
+    assert_same(folder, TENSORS)
+
+
+# --- pytorch_model.bin ----------------------------------------------------------------------------
+
+
+def write_legacy(folder: Path, shards: int) -> Path:
+    write_llama(folder, shards=shards)
+    weight_map = write_shards(folder, TENSORS, shards)
+    for path in (*folder.glob("*.safetensors"), *folder.glob(INDEX)):
+        path.unlink()
+    renamed = {
+        n: f.replace("model", "pytorch_model").replace(".safetensors", ".bin")
+        for n, f in weight_map.items()
+    }
+    for file in set(renamed.values()):
+        torch.save({n: t for n, t in TENSORS.items() if renamed[n] == file}, folder / file)
+    if shards > 1:
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": renamed}))
+    return folder
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_legacy_files_hold_the_same(shards: int, tmp_path: Path) -> None:
+    """Whole tensors, and a view that shares its storage with another: the storage is not the
+    tensor.
+    """
+    folder = write_legacy(tmp_path / "m", shards)
+    assert_same(folder, TENSORS)
+    if shards == 1:
+        storage = torch.arange(12.0).reshape(3, 4)
+        views = {
+            "whole": storage,
+            "column": storage[:, 1],
+            "transposed": storage.T,
+            "row": storage[2],
+        }
+        torch.save(views, folder / "pytorch_model.bin")
+        assert_same(folder, views)
+
+
+def test_safetensors_are_preferred(tmp_path: Path) -> None:
+    folder = write_legacy(tmp_path / "m", 1)
+    save_file({"a": torch.ones(1)}, folder / "model.safetensors")
+    assert set(open_checkpoint(folder).tensors) == {"a"}
+
+
+class Bomb:
+    """Pickles as a call of `open(path, "w")`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
+def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
+    folder, trace = write_llama(tmp_path / "m"), tmp_path / "executed"
+    (folder / "model.safetensors").unlink()
+    torch.save({"a": torch.ones(1), "bomb": Bomb(trace)}, folder / "pytorch_model.bin")
+    with pytest.raises(SurgeryError, match=r"pytorch_model\.bin cannot be read as plain weights"):
+        open_checkpoint(folder)
+    assert not trace.exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False)  # the bomb is live
+    assert trace.exists()
+
+
+LEGACY = {
+    "raw pickle": (lambda p: p.write_bytes(pickle.dumps({"a": 1})), "cannot be read"),
+    "old format": (
+        lambda p: torch.save({"a": torch.ones(1)}, p, _use_new_zipfile_serialization=False),
+        "cannot be read",
+    ),
+    "text": (
+        lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "cannot be read",
+    ),
+    "empty": (lambda p: p.write_bytes(b""), "cannot be read"),
+    "a training checkpoint": (
+        lambda p: torch.save({"model": {"a": torch.ones(1)}, "step": 3}, p),
+        "more than tensors",
+    ),
+    "numbered tensors": (lambda p: torch.save({0: torch.ones(1)}, p), "more than tensors"),
+    "a list": (lambda p: torch.save([torch.ones(1)], p), "more than tensors"),
+    "a complex128": (
+        lambda p: torch.save({"a": torch.ones(1, dtype=torch.complex128)}, p),
+        "complex128",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LEGACY)
+def test_what_is_no_state_dict_is_one_error(kind: str, tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    make, word = LEGACY[kind]
+    make(folder / "pytorch_model.bin")
+    with pytest.raises(SurgeryError, match=word):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("cut", [0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_legacy_file_is_one_error(cut: float, tmp_path: Path) -> None:
+    folder = write_legacy(tmp_path / "m", 1)
+    path = folder / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * cut)])
+    with pytest.raises(SurgeryError, match=r"pytorch_model\.bin"):
+        open_checkpoint(folder)
+
+
+# --- what else is in the folder -------------------------------------------------------------------
+
+
+def test_side_files(tmp_path: Path) -> None:
+    """Tokenizer, templates, licence and code go along byte for byte; other weights, training state
+    and the original format stay, and so does a file of the same name in a folder that is not ours
+    to know."""
+    folder = write_llama(tmp_path / "m")
+    along = [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "special_tokens_map.json",
+        "vocab.json",
+        "merges.txt",
+        "chat_template.jinja",
+        "additional_chat_templates/tools.jinja",
+        "generation_config.json",
+        "LICENSE",
+        "LICENSE.txt",
+        "USE_POLICY.md",
+        "modeling_x.py",
+    ]
+    stay = [
+        "README.md",
+        "optimizer.pt",
+        "training_args.bin",
+        "original/consolidated.00.pth",
+        "original/tokenizer.model",
+        "original/params.json",
+        "model.gguf",
+        ".git/config",
+        "tokenizers/deep/er/tokenizer.json",
+        ".hidden.py",
+        "runs/events",
+        "pytorch_model.bin",
+        "checkpoint-500/tokenizer.json",
+        "onnx/model.onnx",
+    ]
+    for name in (*along, *stay):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    assert sorted(f.name for f in open_checkpoint(folder).files) == sorted(along)
+
+
+def gguf_only(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-Q4_K_M.gguf")
+
+
+def gguf_without_config(folder: Path) -> None:
+    gguf_only(folder)
+    (folder / "config.json").unlink()
+
+
+def original_only(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "consolidated.00.pth")
+
+
+def adapter_only(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+
+
+def nothing(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def config_is_a_list(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
+NO_MODEL = {
+    gguf_only: "GGUF is an inference format",
+    gguf_without_config: "GGUF is an inference format",
+    original_only: "Hugging Face version",
+    adapter_only: "merge it into its base model",
+    nothing: "no config.json",
+    config_is_a_list: "no JSON object",
+}
+
+
+@pytest.mark.parametrize("change", NO_MODEL, ids=lambda f: f.__name__)
+def test_what_is_no_checkpoint_says_what_to_give(change: Any, tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "m")
+    change(folder)
+    with pytest.raises(SurgeryError) as caught:
+        open_checkpoint(folder)
+    assert NO_MODEL[change] in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_a_missing_folder_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
+    """A path is a path: asking the Hub would tell it the names of folders, and answer late."""
+    for location in (tmp_path / "absent", "./absent", "absent.safetensors", "a/b/c"):
+        with pytest.raises(SurgeryError, match="no file or folder"):
+            open_checkpoint(location)
+    with pytest.raises(SurgeryError, match="no revision"):
+        open_checkpoint(write_llama(tmp_path / "m"), revision="main")

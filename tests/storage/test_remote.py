@@ -1,0 +1,186 @@
+"""Checkpoints at URLs, by fsspec's file system in memory: read, converted, written there, never
+half there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from support import files_of, write_llama
+
+from surgery.checkpoint import Checkpoint
+from surgery.errors import SurgeryError
+from surgery.operations.upcycle import upcycle
+from surgery.storage import open_checkpoint, remote
+from surgery.storage.files import bytes_on_disk, bytes_to_fetch
+from surgery.storage.staging import Staging
+from surgery.workflow.dry_run import describe
+from surgery.workflow.run import convert, deliver, is_delivered
+
+SOURCE, OUT = "memory://bucket/llama", "memory://bucket/moe"
+
+
+class Nobody:
+    def stage(self, title: str, total: int, unit: str) -> Any:
+        from contextlib import nullcontext
+
+        return nullcontext(lambda n: None)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A file system with a llama of two shards in it, and what would be a cache on this disk."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    system = fsspec.filesystem("memory")
+    model = write_llama(tmp_path / "model", shards=2)
+    (model / "LICENSE").write_text("do as you like")
+    for name, data in files_of(model).items():
+        system.pipe_file(f"/bucket/llama/{name}", data)
+    yield system
+    system.rm("/bucket", recursive=True)
+
+
+def at(system: Any, root: str) -> dict[str, bytes]:
+    return {p.removeprefix(f"{root}/"): system.cat_file(p) for p in system.find(root)}
+
+
+def made(tmp_path: Path, source: Checkpoint | None = None) -> Any:
+    source = source or open_checkpoint(SOURCE)
+    return convert(source, upcycle(source, experts=2), tmp_path / "moe.staged", verify=False)
+
+
+def test_from_a_url(store: Any, tmp_path: Path) -> None:
+    """Headers by ranges, then each file once; the output is that of the same files in a folder."""
+    source = open_checkpoint(SOURCE)
+    weights = sum(
+        len(d) for n, d in at(store, "/bucket/llama").items() if n.endswith(".safetensors")
+    )
+    plan = describe(source, upcycle(source, experts=2), tmp_path / "moe", verify=False)
+    assert plan["download"] == plan["download_disk"] == weights
+    assert not list((tmp_path / "hf").rglob("*.safetensors"))
+    result = made(tmp_path, source)
+    local = open_checkpoint(tmp_path / "model")
+    convert(local, upcycle(local, experts=2), tmp_path / "local", verify=False)
+    ours, theirs = files_of(result.folder), files_of(tmp_path / "local")
+    assert (
+        set(ours) == set(theirs)
+        and ours["model.safetensors"] == theirs["model.safetensors"]
+        and "LICENSE" in ours
+    )
+    assert result.record["source"] == {"location": SOURCE, "revision": None}
+    assert f"source: {SOURCE}\n" in ours["recipe.yaml"].decode()
+
+
+def test_streamed(store: Any) -> None:
+    files = {
+        e.file for t in open_checkpoint(SOURCE, stream=True).tensors.values() for e in t.extents
+    }
+    sizes = sorted(f.size for f in files)
+    assert bytes_to_fetch(files) == sum(sizes) and bytes_on_disk(files) == sum(sizes[-2:])
+
+
+def test_to_a_url(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, config.json near the end; again there is nothing to do; the staged folder is gone."""
+    order: list[str] = []
+    put = type(store).put_file
+    monkeypatch.setattr(
+        type(store), "put_file", lambda self, a, b, **k: (order.append(b), put(self, a, b, **k))[1]
+    )
+    result = made(tmp_path)
+    files = files_of(result.folder)
+    deliver(result, OUT, Nobody())
+    assert at(store, "/bucket/moe") == files and not result.folder.exists()
+    assert [n.rpartition("/")[2] for n in order[-2:]] == ["config.json", "surgery.json"]
+    output = upcycle(open_checkpoint(SOURCE), experts=2)
+    assert is_delivered(output, None, OUT)
+    assert open_checkpoint(OUT).config["model_type"] == "mixtral"
+    with pytest.raises(SurgeryError, match="holds no output of this command"):
+        is_delivered(upcycle(open_checkpoint(SOURCE), experts=4), None, OUT)
+
+
+def test_an_interrupted_delivery_goes_on(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without config.json until the end; shards that are there are not sent again."""
+    source = open_checkpoint(SOURCE)
+    result = convert(
+        source, upcycle(source, experts=2), tmp_path / "staged", max_shard_size=30_000, verify=False
+    )
+    put, sent, broken = type(store).put_file, [], True
+
+    def failing(self: Any, local: str, path: str, **options: Any) -> None:
+        sent.append(path.rpartition("/")[2])
+        if "model-00002-of-" in path and broken:
+            raise OSError("connection reset")
+        put(self, local, path, **options)
+
+    monkeypatch.setattr(type(store), "put_file", failing)
+    with pytest.raises(SurgeryError, match="connection reset"):
+        deliver(result, OUT, Nobody())
+    assert "config.json" not in at(store, "/bucket/moe") and result.folder.is_dir()
+    assert not is_delivered(upcycle(open_checkpoint(SOURCE), experts=2), 30_000, OUT)
+    first = [n for n in sent if n.endswith(".safetensors")]
+    broken = bool(sent.clear())
+    files = files_of(result.folder)
+    deliver(result, OUT, Nobody())
+    assert [n[:11] for n in first] == ["model-00001", "model-00002"]
+    assert first[0] not in sent and at(store, "/bucket/moe") == files
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("memory://bucket/absent", "no files at memory://bucket/absent"),
+        ("gs://bucket/model", "gs:// needs a package: "),
+        ("nothing://bucket/model", "nothing:// is no protocol that fsspec knows"),
+        ("memory://bucket/text", "no config.json in memory://bucket/text"),
+    ],
+)
+def test_what_can_fail(url: str, words: str, store: Any) -> None:
+    store.pipe_file("/bucket/text/a.txt", b"text")
+    with pytest.raises(SurgeryError) as caught:
+        open_checkpoint(url)
+    assert words in caught.value.message
+
+
+def test_a_folder_is_never_taken_over(store: Any) -> None:
+    with pytest.raises(SurgeryError, match="is not empty and holds no output"):
+        remote.has_output(SOURCE, "fingerprint")
+
+
+def test_what_another_thread_is_about_to_open_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two shards at a time, the least recently used leaves first: but not one that another thread
+    has just been given.
+    """
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    staging = Staging("a/b@c", keep=2)
+
+    def path(name: str) -> Path:
+        return staging.path(
+            f"{name}.safetensors", 1, "c", lambda target: target.write_bytes(b"x") and None
+        )
+
+    def there() -> set[str]:
+        return {p.stem for p in staging.folder.rglob("*.safetensors")}
+
+    path("a"), path("b"), path("a"), path("c")
+    assert there() == {"a", "c"}
+    given, go = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (path("a"), given.set(), go.wait(10)))
+    thread.start()
+    assert given.wait(10)
+    path("d"), path("e")
+    assert there() == {"a", "e"}
+    go.set()
+    thread.join()
+    path("f"), path("g")
+    assert there() == {"f", "g"}
+    other = Staging("a/b@c", keep=2)
+    assert other.folder != staging.folder  # of another process, as the lock is held
