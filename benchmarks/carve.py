@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from surgery.analysis.carve_sweep import Point, Sweep, sweep
+from surgery.analysis.sweep import Point, Sweep
 from surgery.calibration.install import observe
 from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint
@@ -29,6 +29,7 @@ from surgery.fitting.expert_split import ExpertSplit
 from surgery.operations import carve
 from surgery.operations.relufy import relufy
 from surgery.storage import open_checkpoint
+from surgery.workflow.carve_sweep import sweep
 
 
 def relufied(source: Checkpoint, what: str, tokens: int) -> Checkpoint:

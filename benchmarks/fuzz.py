@@ -42,7 +42,11 @@ from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint
 from surgery.storage.reader import INDEX
-from surgery.workflow import recipe, run
+from surgery.storage.record import read_record
+from surgery.workflow import recipe
+from surgery.workflow.observer import Silent
+from surgery.workflow.trust import require_trust
+from surgery.workflow.verify import check_files, require_names
 
 SECONDS, MEMORY = 10, 1 << 30  # of one input; of all of them
 HOSTILE: tuple[Any, ...] = (
@@ -337,7 +341,7 @@ def config(room: Room, draw: random.Random) -> None:
     room.put(room.model, **room.whole)
     room.put(room.model, **{"config.json": changed(draw, value, as_json)})
     checkpoint = open_checkpoint(room.model)
-    run.require_trust(checkpoint, False)
+    require_trust(checkpoint, False)
     for use in (
         lambda c: weigh(c, c.config),
         locate,
@@ -354,8 +358,8 @@ def names(room: Room, draw: random.Random) -> None:
     room.put(room.model, **room.whole)
     room.put(room.model, **{"config.json": changed(draw, CONFIG, as_json)})
     checkpoint = open_checkpoint(room.model)
-    run.require_trust(checkpoint, False)
-    run.require_names(checkpoint, checkpoint)
+    require_trust(checkpoint, False)
+    require_names(checkpoint, checkpoint)
 
 
 RECIPE = {
@@ -423,8 +427,8 @@ def recipes(room: Room, draw: random.Random) -> None:
 def record(room: Room, draw: random.Random) -> None:
     """A surgery.json that was not written by us."""
     room.put(room.output, **{"surgery.json": changed(draw, room.record, as_json)})
-    found = run.read_record(room.output)
-    run.check_files(room.source, room.output, found["shards"], (), run.Silent())
+    found = read_record(room.output)
+    check_files(room.source, room.output, found["shards"], (), Silent())
 
 
 TARGETS: dict[

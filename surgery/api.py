@@ -13,7 +13,8 @@ from surgery.operations.relufy import relufy
 from surgery.operations.splinify import splinify
 from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint
-from surgery.workflow.run import convert, verify_folder
+from surgery.workflow.convert import convert_alone
+from surgery.workflow.verify import verify_folder
 
 if TYPE_CHECKING:
     from surgery.analysis.analyze import Analysis
@@ -99,7 +100,7 @@ def write(
     that is too small.
     """
     size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    return convert(
+    return convert_alone(
         checkpoint,
         checkpoint,
         Path(out),

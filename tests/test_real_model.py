@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 import surgery
-from surgery.workflow.run import convert
+from surgery.workflow.convert import convert
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

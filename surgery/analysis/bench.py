@@ -232,7 +232,7 @@ class _Live:
     def __init__(self, skipping: Any) -> None:
         self.skipping = skipping
         self.gated = skipping is not None and bool(skipping.entry["gate"])
-        self.gate_first = self.gated and skipping.rule != "teal"
+        self.gate_first = self.gated and not skipping.rule.cuts_product
         self.products = self.open = self.live = 0
 
     def add(self, taps: Taps, mask: Tensor) -> None:

@@ -15,29 +15,29 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.activations import ACT2FN
 
+from surgery.blocks.rules import RULES
 from surgery.calibration.collectors import Distribution, edges
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import locate
 
-Rule = Callable[
-    [Mapping[str, Distribution], float, str], float
-]  # the distributions of a layer, sparsity, activation
+# From the distributions of a layer, the sparsity and the activation.
+Quantile = Callable[[Mapping[str, Distribution], float, str], float]
 
 
 def thresholds(
     folder: Path, checkpoint: Checkpoint, rule: str, sparsity: float, layers: Sequence[int]
 ) -> list[float]:
     """The threshold of each of `layers` that makes this fraction of the products zero, on the
-    stream of the source as it was analysed. `rule` is one of RULES (surgery/blocks/sparse_mlp.py
-    defines them).
+    stream of the source as it was analysed. `rule` is one of blocks/rules.py.
 
     Raises SurgeryError for a folder without an analysis, or with that of another model.
     """
-    if rule not in RULES:
+    if rule not in RULES or RULES[rule].cuts not in _QUANTILES:
+        served = (name for name, how in RULES.items() if how.cuts in _QUANTILES)
         raise UsageError(
             f"{rule} has no one threshold that an analysis holds",
-            f"--analysis serves {', '.join(RULES)}",
+            f"--analysis serves {', '.join(served)}",
         )
     report, tensors = _read(folder)
     found = {layer["layer"]: layer for layer in report["layers"]}
@@ -51,7 +51,10 @@ def thresholds(
                 "give the analysis of this very model",
             )
     act = str(report["activation"])
-    return [RULES[rule](_distributions(found[i]["mlp"], i, tensors), sparsity, act) for i in layers]
+    quantile, least = _QUANTILES[RULES[rule].cuts], RULES[rule].least
+    each = (_distributions(found[i]["mlp"], i, tensors) for i in layers)
+    chosen = [quantile(of, sparsity, act) for of in each]
+    return chosen if least is None else [max(least, t) for t in chosen]
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -87,10 +90,6 @@ def _distributions(
     }
 
 
-def _gate(of: Mapping[str, Distribution], sparsity: float, act: str) -> float:
-    return of["gate"].quantile(sparsity)
-
-
 def _activated(of: Mapping[str, Distribution], sparsity: float, act: str) -> float:
     """The quantile of |act(gate)|, at the middles of the bins: act need not be monotone."""
     middles = (edges()[1:] + edges()[:-1]) / 2
@@ -103,9 +102,9 @@ def _activated(of: Mapping[str, Distribution], sparsity: float, act: str) -> flo
     return float(values[order][min(len(order) - 1, int((reached < sparsity).sum()))])
 
 
-RULES: Mapping[str, Rule] = {
-    "shifted": _gate,
-    "fatrelu": lambda of, sparsity, act: max(0.0, _gate(of, sparsity, act)),
-    "cats": _activated,
-    "teal": lambda of, sparsity, act: of["product"].threshold(sparsity),
+# By what a threshold is compared with; "both" has no one threshold.
+_QUANTILES: Mapping[str, Quantile] = {
+    "gate": lambda of, sparsity, act: of["gate"].quantile(sparsity),
+    "activated": _activated,
+    "product": lambda of, sparsity, act: of["product"].threshold(sparsity),
 }

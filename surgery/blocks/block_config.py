@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from surgery.blocks.rules import RULES
 from surgery.errors import SurgeryError
 from surgery.families import OPERATED, Family
 
 ROUTERS = ("linear", "mlp", "neurons")
 ROUTING_WEIGHTS = ("renormalised", "one", "scaled")
-SPARSE_RULES = ("plain", "fatrelu", "shifted", "drelu", "cats", "teal")
 AUTO_MAP = {
     "AutoConfig": "modeling_surgery.SurgeryConfig",
     "AutoModel": "modeling_surgery.SurgeryModel",
@@ -186,11 +186,11 @@ def sparse_entry(
 
     Raises SurgeryError for a rule that the family's MLP cannot have.
     """
-    if rule not in SPARSE_RULES:
-        raise SurgeryError(f"no rule {rule!r} is known", f"one of: {', '.join(SPARSE_RULES)}")
-    if rule == "drelu" and not family.gated:
+    if rule not in RULES:
+        raise SurgeryError(f"no rule {rule!r} is known", f"one of: {', '.join(RULES)}")
+    if RULES[rule].gated and not family.gated:
         raise SurgeryError(
-            f"{family.model_type} has no gate, and drelu is about gate and up",
+            f"{family.model_type} has no gate, and {rule} is about gate and up",
             "choose another rule",
         )
     return entry(
@@ -212,8 +212,7 @@ def sparse_tensors(entry: Mapping[str, Any], hidden: int, width: int) -> dict[st
     Thresholds are F32, correction and bypass have the dtype of the weights."""
     neurons = (width,) if entry["per_neuron"] else (1,)
     shapes = {
-        "threshold": neurons if entry["rule"] != "plain" else None,
-        "threshold_up": neurons if entry["rule"] == "drelu" else None,
+        **dict.fromkeys(RULES[entry["rule"]].thresholds, neurons),
         "threshold_inputs": (1,) if entry["inputs"] else None,
         "correction": (hidden,) if entry["correction"] else None,
     }

@@ -21,6 +21,10 @@ from surgery.blocks.preconditions import require_plain
 from surgery.checkpoint import Checkpoint, GeneratedFile
 from surgery.families import locate
 
+NEEDS_TRUST = (
+    "loads with trust_remote_code=True: its code goes along; "
+    "other runtimes (llama.cpp, vLLM) cannot run it"
+)
 SHELL = "modeling_surgery.py"
 KINDS: Mapping[str, tuple[str, str]] = {  # kind -> file, class
     "gathered": ("gathered_mlp", "GatheredMLP"),

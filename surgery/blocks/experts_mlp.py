@@ -47,7 +47,7 @@ class Router(nn.Module):
 
     def __init__(self, entry: dict[str, Any], hidden: int, std: float) -> None:
         super().__init__()
-        self.kind, self.rule, self.factor, self.std = (
+        self.kind, self.weighting, self.factor, self.std = (
             entry["router"],
             entry["weights"],
             entry["factor"],
@@ -70,7 +70,7 @@ class Router(nn.Module):
             "bias_in": (first if biased else 0,),
             "weight": (e, reads),
             "bias": (e if biased else 0,),
-            "scale": (e if self.rule == "scaled" else 0,),
+            "scale": (e if self.weighting == "scaled" else 0,),
         }
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)) if shape[0] else None)
@@ -107,9 +107,9 @@ class Router(nn.Module):
         return (groups[..., None] * g + torch.arange(g, device=groups.device)).flatten(-2)
 
     def _weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        if self.rule == "renormalised":
+        if self.weighting == "renormalised":
             return self.factor * logits.gather(-1, chosen).softmax(-1)
-        if self.rule == "scaled":
+        if self.weighting == "scaled":
             return 1 + (self.scale.float() * logits.softmax(-1)).gather(-1, chosen)
         return torch.ones_like(chosen, dtype=logits.dtype)
 

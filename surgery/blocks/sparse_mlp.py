@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,13 +48,34 @@ def _above(x: Tensor, t: Tensor) -> Tensor:
     return x.masked_fill(x.abs() < t, 0)
 
 
-RULES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor, Any], Tensor]] = {
-    "plain": lambda act, g, t: act(g),
-    "fatrelu": _fatrelu,
-    "shifted": lambda act, g, t: act(g - t).to(g.dtype),
-    "drelu": _fatrelu,
-    "cats": lambda act, g, t: _above(act(g), t),
-    "teal": lambda act, g, t: act(g),
+class Rule(NamedTuple):
+    """What becomes of gate and up. `opens(act, g, t)` is f; `thresholds` says how many there are: one
+    of the gate, two with one of up; with `cuts_product` the one there is cuts the product instead."""
+
+    opens: Callable[[Callable[[Tensor], Tensor], Tensor, Any], Tensor]
+    thresholds: int = 1
+    cuts_product: bool = False
+
+    def multiply(self, act: Any, g: Tensor, u: Tensor | None, t: Any, t_up: Any) -> Tensor:
+        """Return h [..., n] of gate and up of n neurons, with their thresholds; without a gate, g
+        is up and u None."""
+        h = self.opens(act, g, t)
+        if u is not None:
+            h = h * self.other(act, u, t_up)
+        return _above(h, t) if self.cuts_product and t is not None else h
+
+    def other(self, act: Any, u: Tensor, t: Any) -> Tensor:
+        """Return what the gate is multiplied with."""
+        return u if t is None or self.thresholds < 2 else self.opens(act, u, t)
+
+
+RULES = {
+    "plain": Rule(lambda act, g, t: act(g), thresholds=0),
+    "fatrelu": Rule(_fatrelu),
+    "shifted": Rule(lambda act, g, t: act(g - t).to(g.dtype)),
+    "drelu": Rule(_fatrelu, thresholds=2),
+    "cats": Rule(lambda act, g, t: _above(act(g), t)),
+    "teal": Rule(lambda act, g, t: act(g), cuts_product=True),
 }
 
 
@@ -72,12 +93,12 @@ class NeuronsMLP(nn.Module):
                 self.act = child  # which has another name in each class
         if entry["activation"]:
             self.act = ACT2FN[entry["activation"]]
-        self.entry, self.rule = dict(entry), entry.get("rule", "plain")
+        self.entry, self.rule = dict(entry), RULES[entry.get("rule", "plain")]
         weight = self._part("down").weight
         self.hidden, width = reversed(weight.shape) if entry["transposed"] else weight.shape
         per_neuron = (neurons or width) if entry.get("per_neuron") else 1
-        self._threshold("threshold", per_neuron if self.rule != "plain" else 0)
-        self._threshold("threshold_up", per_neuron if self.rule == "drelu" else 0)
+        self._threshold("threshold", per_neuron if self.rule.thresholds else 0)
+        self._threshold("threshold_up", per_neuron if self.rule.thresholds > 1 else 0)
         bias = nn.Parameter(torch.zeros(self.hidden, dtype=weight.dtype))
         self.register_parameter("correction", bias if entry.get("correction") else None)
         rank = entry.get("bypass", 0)
@@ -110,24 +131,9 @@ class NeuronsMLP(nn.Module):
             g, u = self._part("gate")(x), self._part("up")(x)
         return self._multiply(g, u, self.threshold, self.threshold_up)
 
-    def _multiply(
-        self, g: Tensor, u: Tensor | None, t: Tensor | None, t_up: Tensor | None
-    ) -> Tensor:
-        """h [..., n] of gate and up of n neurons, with their thresholds; without a gate, g is up
-        and u None.
-        """
-        h = self._open(g, t)
-        if u is not None:
-            h = h * self._other(u, t_up)
-        return _above(h, t) if self.rule == "teal" and t is not None else h
-
-    def _open(self, g: Tensor, t: Tensor | None) -> Tensor:
-        """f of the gate."""
-        return RULES[self.rule](self.act, g, t)
-
-    def _other(self, u: Tensor, t: Tensor | None) -> Tensor:
-        """What the gate is multiplied with."""
-        return u if t is None else _fatrelu(self.act, u, t)
+    def _multiply(self, g: Tensor, u: Tensor | None, t: Any, t_up: Any) -> Tensor:
+        """Return h [..., n] of gate and up of n neurons, with their thresholds."""
+        return self.rule.multiply(self.act, g, u, t, t_up)
 
     def _complete(self, y: Tensor, x: Tensor) -> Tensor:
         """y [..., H] with what is added to it."""
@@ -187,17 +193,16 @@ class SparseMLP(NeuronsMLP):
 
     def _live(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The products of x [1, H] that are not zero [n], and which they are [n]."""
-        if self.rule == "teal" or not self.entry["gate"]:
+        if self.rule.cuts_product or not self.entry["gate"]:
             h = self._product(x)[0]
             live = h.nonzero()[:, 0]
             return h[live], live
-        opened = self._open(self._gate(x), self.threshold)[0]
+        opened = self.rule.opens(self.act, self._gate(x), self.threshold)[0]
         live = opened.nonzero()[:, 0]
         t = self.threshold_up
-        h = opened[live] * self._other(
-            self._rows_of_up(x, live), t[live] if t is not None and len(t) > 1 else t
-        )
-        if self.rule != "drelu":
+        t = t[live] if t is not None and len(t) > 1 else t
+        h = opened[live] * self.rule.other(self.act, self._rows_of_up(x, live), t)
+        if self.rule.thresholds < 2:
             return h, live
         both = h.nonzero()[:, 0]
         return h[both], live[both]

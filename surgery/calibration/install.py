@@ -1,13 +1,19 @@
-"""Convert layers on a walk: each is fitted on what the converted ones before it give, and installed
-as it will be on disk.
+"""Fit layers on a walk over calibration text, each on what the converted ones before it give.
 
-Two streams go through the layers, the source's own and the converted one.
+An operation plans tensors that a `Work` promises, and says how one layer's are fitted. The rest is
+here, once: the walk, what an interrupted run left, the rows that a layer is fitted to, and the
+converted layer in the place of the source's. Two streams go through the layers, the source's own
+and the converted one.
+
+Shapes: b sequences of a batch, T positions, N tokens that count, H hidden_size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,46 +21,89 @@ from torch import Tensor
 from surgery.calibration.data import Sample
 from surgery.calibration.observe import tapped
 from surgery.calibration.settings import Calibration
-from surgery.calibration.walk import Layer, Walk
-from surgery.checkpoint import Checkpoint, Progress, Work
+from surgery.calibration.walk import Layer
+from surgery.checkpoint import Progress, Work
 from surgery.families import Blocks
 from surgery.fitting.repair import FEEDBACK, Rows
 
+T = TypeVar("T")
 
-def convert_layers(
-    checkpoint: Checkpoint,
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fitting:
+    """A layer of the walk that is to be fitted.
+
+    `source` is the source's own stream after the layer, [b, T, H] of each batch.
+    """
+
+    layer: Layer
+    blocks: Blocks
+    sample: Sample
+    source: Sequence[Tensor]
+
+    @property
+    def index(self) -> int:
+        return self.layer.index
+
+    @property
+    def rows(self) -> Rows:
+        """What the layer's MLP reads, and what it is to write."""
+        return observe(self.layer, self.blocks, self.sample, self.source)
+
+
+def fit_layers(
+    blocks: Blocks,
     calibration: Calibration,
     layers: Sequence[int],
     work: Work,
     progress: Progress,
-    *,
-    fit: Callable[[Layer, Sample, Sequence[Tensor]], None],
-    install: Callable[[Layer, Walk], None],
+    fit: Callable[[Fitting], None],
     first: Callable[[Sample], None] = lambda sample: None,
 ) -> None:
-    """Walk to the last of `layers` over calibration text; each is fitted on what the converted ones
-    before it give.
+    """Walk to the last of `layers` over calibration text, and fit each of them.
 
-    `fit` puts what the work promised under "INDEX." and is told the source's own stream after the
-    layer, [b, T, H] for each batch; where an interrupted run has done so it is left out. `install`
-    puts that into the layer. `first` sees the sample.
+    1. `first` sees the text.
+    2. The source's stream is moved through the layer.
+    3. `fit` puts what the work promised under "INDEX."; it is left out where an interrupted run
+       has put all of it.
+    4. The layer of `work.output` takes the place of the source's, and the walk goes on.
     """
-    sample = calibration.sample(checkpoint)
+    sample = calibration.sample(blocks.checkpoint)
     work.note("sample", sample.as_dict())
     first(sample)
-    walk = calibration.walk(checkpoint, sample.input_ids)
+    walk = calibration.walk(blocks.checkpoint, sample.input_ids)
     source = walk.twin()
     for layer in walk:
         for b, out in enumerate(layer.outputs(source)):
             source[b] = out
         if layer.index in layers:
             if not work.has_all(f"{layer.index}."):
-                fit(layer, sample, source)
-            install(layer, walk)
+                fit(Fitting(layer=layer, blocks=blocks, sample=sample, source=source))
+            walk.install(layer, work.output)
         layer.run()
         progress(1)
         if layer.index == max(layers):
             break
+
+
+def costs_of_layers(
+    blocks: Blocks,
+    calibration: Calibration,
+    sample: Sample,
+    layers: Sequence[int],
+    cost: Callable[[Layer, Rows], T],
+) -> dict[int, T]:
+    """Walk the source over the sample and return the cost of each of `layers`.
+
+    `cost` is told what a layer's MLP reads and writes, with nothing to make up for.
+    """
+    found: dict[int, T] = {}
+    for layer in calibration.walk(blocks.checkpoint, sample.input_ids):
+        if layer.index in layers:
+            outputs = list(layer.outputs())
+            found[layer.index] = cost(layer, observe(layer, blocks, sample, outputs, feedback=0.0))
+        layer.run()
+    return found
 
 
 def observe(
@@ -64,30 +113,28 @@ def observe(
     source: Sequence[Tensor],
     feedback: float = FEEDBACK,
 ) -> Rows:
-    """The rows of a layer of the walk, as it stands; the walk does not move. `source`: the source's
-    own stream after the layer [b, T, H]."""
+    """Return the rows of a layer as it stands; the walk does not move.
+
+    `source` is the source's own stream after the layer, [b, T, H] of each batch; `feedback` the
+    part of what lacks to it that the layer is asked to make up for.
+    """
     rows, first = list[tuple[Tensor, ...]](), list[tuple[Tensor, ...]]()
+    config = blocks.checkpoint.text_config
     start = 0
-    with (
-        tapped(layer.module, blocks.family, blocks.checkpoint.text_config) as taps,
-        _normed(layer, blocks) as normed,
-    ):
+    with tapped(layer.module, blocks.family, config) as taps, _normed(layer, blocks) as normed:
         for out, wanted in zip(layer.outputs(), source, strict=True):
             counted = sample.mask[start : start + len(out)].flatten().to(out.device)
             start += len(out)
-            z, y, wanted = (
-                t.to(out.device).flatten(0, -2)
-                for t in (taps.caught["input"], taps.caught["output"], wanted)
-            )
+            caught = (taps.caught["input"], taps.caught["output"], wanted)
+            z, y, wanted = (t.to(out.device).flatten(0, -2) for t in caught)
             lacks = feedback * (wanted - out.flatten(0, -2)).float()
             if normed:
-                target, weight = (
-                    _before_norm(y.float(), normed[-1].flatten(0, -2).float(), lacks),
-                    y,
-                )
+                after = normed[-1].flatten(0, -2).float()
+                target, weight = _before_norm(y.float(), after, lacks), y
             else:
                 target, weight = y.float() + lacks / blocks.residual_multiplier, wanted
-            row = (z, target.to(z.dtype), 1 / weight.float().square().mean(1).clamp_min(1e-12))
+            inverse = 1 / weight.float().square().mean(1).clamp_min(1e-12)
+            row = (z, target.to(z.dtype), inverse)
             rows.append(tuple(t[counted] for t in row))
             first.append(tuple(t[~counted] for t in row))
     return _joined(rows, first=_joined(first))
@@ -100,7 +147,7 @@ def _joined(parts: Sequence[tuple[Tensor, ...]], first: Rows | None = None) -> R
 
 @contextmanager
 def _normed(layer: Layer, blocks: Blocks) -> Iterator[list[Tensor]]:
-    """What the norm behind the MLP gives, where there is one: the last item."""
+    """Yield a list whose last item is what the norm behind the MLP gave, where there is one."""
     caught: list[Tensor] = []
     if not blocks.family.post_norm:
         yield caught
@@ -116,8 +163,11 @@ def _normed(layer: Layer, blocks: Blocks) -> Iterator[list[Tensor]]:
 
 
 def _before_norm(y: Tensor, normed: Tensor, lacks: Tensor) -> Tensor:
-    """What must go into the norm for it to give `normed` + `lacks`, up to the scale of a token,
-    which the norm takes away: its weights are normed / y · rms(y), by channel."""
+    """Return what must go into the norm for it to give `normed` + `lacks`.
+
+    That is up to a token's scale, which the norm takes away. The norm's weights are, by channel,
+    normed / y · rms(y).
+    """
     rms = y.square().mean(1, keepdim=True).sqrt()
     weights = (normed * (y / rms)).sum(0) / (y / rms).square().sum(0).clamp_min(1e-12)
     usable = weights.abs() > 1e-3 * weights.abs().max()

@@ -22,10 +22,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from surgery.blocks import block_config
+from surgery.blocks.custom_code import with_blocks
 from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, LazyTensor, Progress, Work, constant, derive, normal
+from surgery.checkpoint.work import identity
 from surgery.errors import UsageError
-from surgery.families import Blocks, Mlp, locate
+from surgery.families import Mlp, locate
 from surgery.families.targets import Shape
 
 if TYPE_CHECKING:
@@ -95,14 +98,19 @@ def router_rows(
         rows = constant(0.0, (s.copies, hidden), dtype)
     else:
         rows = normal(name, begin.seed, begin.std, (s.copies, hidden), dtype)
-    if s.shards == 1:
+    return each_row(rows, s.shards)
+
+
+def each_row(rows: LazyTensor, times: int) -> LazyTensor:
+    """Return the rows [N, H] with each of them several times, [N · times, H]."""
+    if times == 1:
         return rows
     return derive(
-        f"each row {s.shards} times",
-        lambda t: t.repeat_interleave(s.shards, 0),
+        f"each row {times} times",
+        lambda t: t.repeat_interleave(times, 0),
         rows,
-        dtype=dtype,
-        shape=(s.experts, hidden),
+        dtype=rows.dtype,
+        shape=(times * rows.shape[0], rows.shape[1]),
     )
 
 
@@ -117,16 +125,17 @@ def work_of(begin: Beginning, mixture: Mixture) -> Work:
             for f in dataclasses.fields(mlp)
             if isinstance(t := getattr(mlp, f.name), LazyTensor)
         }
-    source = "\n".join(f"{n} {t.identity()}" for n, t in sorted(tensors.items()))
     texts = [
         dataclasses.replace(begin.calibration, text=t, dataset=None).identity for t in begin.texts
     ]
+    own = (begin.kind, begin.seed, mixture.shape, mixture.layers)
+    parts = (*own, begin.calibration.identity, texts)
     layer = sum(mixture.checkpoint.tensors[n].numel for n in blocks.names(0))
     experts = mixture.wide(mixture.layers[0]).up.numel * 3 if mixture.wide else 0
     hidden = blocks.mlp(0).up.shape[1]
     peak = 4 * (layer + 2 * experts + 2 * (begin.calibration.tokens + TOKENS) * hidden)
     return Work(
-        f"router {begin.kind} {begin.seed} {mixture.shape} {mixture.layers} {begin.calibration.identity} {texts}\n{source}",
+        identity("router", mixture.checkpoint.replace(tensors=tensors), *parts),
         lambda work, progress: _calibrate(begin, mixture, work, progress),
         total=blocks.count,
         title="routers",
@@ -175,6 +184,7 @@ def _calibrate(begin: Beginning, mixture: Mixture, work: Work, progress: Progres
     """Walk the model; the rows of each layer come from what the mixtures before it give."""
     text = _text(begin, mixture.checkpoint, work)
     walk = begin.calibration.walk(mixture.checkpoint, text.ids)
+    mixed = None if mixture.wide is None else _mixed(mixture, work)
     for layer in walk:
         if layer.index in mixture.layers:
             if not work.has(str(layer.index)):
@@ -186,8 +196,8 @@ def _calibrate(begin: Beginning, mixture: Mixture, work: Work, progress: Progres
                     str(layer.index),
                     figures(logits, logits.topk(mixture.shape.active_copies, dim=1).indices),
                 )
-            if mixture.wide is not None:
-                _install(layer, walk.blocks, mixture, work.get(str(layer.index)))
+            if mixed is not None:
+                walk.install(layer, mixed)
         if not layer.done:
             layer.run()
         progress(1)
@@ -222,20 +232,19 @@ def _inputs(layer: Layer, walk: Walk, text: _Text, *, moves: bool) -> tuple[Tens
     return torch.cat(found), torch.cat(kinds)
 
 
-def _install(layer: Layer, blocks: Blocks, mixture: Mixture, rows: Tensor) -> None:
-    """Put the mixture into the layer."""
-    from surgery.blocks.experts_mlp import ExpertsMLP
-
+def _mixed(mixture: Mixture, work: Work) -> Checkpoint:
+    """Return the model with its mixtures in custom-code blocks, whatever the output will be."""
     assert mixture.wide is not None and mixture.entry is not None
-    family, s = blocks.family, mixture.shape
-    block = ExpertsMLP(getattr(layer.module, family.mlp), dict(mixture.entry))
-    setattr(layer.module, family.mlp, block)
-    for name, tensor in blocks.restored(layer.index, mixture.wide(layer.index)).items():
-        parameter = layer.module.get_parameter(name.removeprefix(blocks.layer(layer.index)))
-        parameter.data = tensor.read().to(parameter.device, parameter.dtype)
-    weight = block.router.weight
-    weight.data = rows.repeat_interleave(s.shards, 0).to(next(block.children()).weight)
-    block.eval().requires_grad_(False)
+    blocks, tensors = locate(mixture.checkpoint), dict(mixture.checkpoint.tensors)
+    for index in mixture.layers:
+        wide = mixture.wide(index)
+        tensors |= blocks.restored(index, wide)
+        rows = each_row(work.lazy(str(index)), mixture.shape.shards)
+        (path,) = block_config.router_tensors(mixture.entry, wide.up.shape[1])
+        tensors[blocks.layer(index) + path] = rows
+    return mixture.checkpoint.replace(
+        tensors=tensors, **with_blocks(mixture.checkpoint, [mixture.entry])
+    )
 
 
 # --- rows -----------------------------------------------------------------------------------------

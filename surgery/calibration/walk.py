@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,6 +46,9 @@ class Layer:
     hidden: list[Tensor]
     arguments: list[Arguments]
     device: str = "cpu"
+    loaded: list[nn.Module] = field(
+        default_factory=list
+    )  # the modules with weights: itself, tables
     done: bool = False
 
     @torch.no_grad()
@@ -96,6 +99,7 @@ class Walk:
         self.memory_budget = memory_budget
         self.hidden: list[Tensor] = _Hidden(memory_budget)
         self.arguments: list[list[Arguments]] = [[] for _ in self.layers]  # by layer, by batch
+        self._other: Walk | None = None  # the model whose layers are installed
         self._record(input_ids.split(batch_size or max(1, BATCH_TOKENS // input_ids.shape[1])))
 
     def __len__(self) -> int:
@@ -107,20 +111,12 @@ class Walk:
     def steps(self, start: int = 0) -> Iterator[Layer]:
         """The layers from `start` on; `hidden` is the input of the first."""
         for index in range(start, len(self.layers)):
-            module = self.layers[index]
-            tables = self._tables(index)
-            self.load([*self.blocks.names(index), *(n for names, _ in tables for n in names)])
-            read = [
-                n
-                for m in (module, *(m for _, m in tables))
-                for n, p in m.named_parameters()
-                if p.is_meta
-            ]
-            self._require(read, f"layer {index}: ")
+            loaded = self._load_layer(index)
             self._read_ahead(self.blocks.names(index + 1))
             layer = Layer(
                 index=index,
-                module=module,
+                loaded=loaded,
+                module=self.layers[index],
                 hidden=self.hidden,
                 arguments=self.arguments[index],
                 device=self.device,
@@ -130,8 +126,38 @@ class Walk:
                 if not layer.done:
                     layer.run()
             finally:
-                for loaded in (module, *(m for _, m in tables)):
-                    stock.unload(loaded)
+                for module in layer.loaded:
+                    stock.unload(module)
+
+    def install(self, layer: Layer, output: Checkpoint) -> None:
+        """Put the layer of `output` in the place of this one, as it will be on the disk.
+
+        `output` has the layers of this walk's checkpoint, in their places; its other ones need not
+        be known yet. The layer's own weights are dropped.
+        """
+        if self._other is None or self._other.checkpoint is not output:
+            self._other = self._like(output)
+        for module in layer.loaded:
+            stock.unload(module)
+        layer.module = self._other.layers[layer.index]
+        layer.loaded = self._other._load_layer(layer.index)
+
+    def _like(self, output: Checkpoint) -> Walk:
+        """Return a walk without text of another checkpoint."""
+        other = copy.copy(self)
+        other.checkpoint, other.blocks, other.ahead = output, locate(output), None
+        other.model = stock.meta_model(output, self.dtype, self.device)
+        other.layers_name, other.layers = stock.decoder_layers(other.model, other.blocks)
+        return other
+
+    def _load_layer(self, index: int) -> list[nn.Module]:
+        """Load a decoder layer and the tables that it reads; return their modules."""
+        module, tables = self.layers[index], self._tables(index)
+        self.load([*self.blocks.names(index), *(n for names, _ in tables for n in names)])
+        modules = [module, *(m for _, m in tables)]
+        read = [n for m in modules for n, p in m.named_parameters() if p.is_meta]
+        self._require(read, f"layer {index}: ")
+        return modules
 
     def _tables(self, index: int | None = None) -> list[tuple[list[str], nn.Module]]:
         """What blocks of a layer (or of any) read and the body owns: names on disk, and the

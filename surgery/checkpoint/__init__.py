@@ -1,6 +1,6 @@
 """Checkpoints: a config, lazy tensors, side files, and the plan of what is written of them."""
 
-from surgery.checkpoint.checkpoint import Checkpoint, Source, Step, natural_key
+from surgery.checkpoint.checkpoint import Checkpoint, Pending, Source, Step, natural_key
 from surgery.checkpoint.generated_file import GeneratedFile
 from surgery.checkpoint.plan import Plan, Shard, make_plan, parse_size
 from surgery.checkpoint.tensors import (
@@ -19,6 +19,7 @@ __all__ = [
     "Extent",
     "GeneratedFile",
     "LazyTensor",
+    "Pending",
     "Plan",
     "Progress",
     "Shard",

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from surgery.checkpoint.tensors import LazyTensor, SourceFile
-from surgery.checkpoint.work import Work
+from surgery.checkpoint.work import Progress, Work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +26,23 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Pending:
+    """A choice of an operation that needs a walk, and that its plan does not wait for.
+
+    The output is planned with a provisional choice of the same shapes. `choose(progress)` makes
+    the real one: the parameters that change, as JSON. `base` is what the operation was applied to;
+    `identity` changes whenever the choice may; `total` counts what `progress` is told.
+    """
+
+    base: Checkpoint
+    title: str
+    total: int
+    identity: str
+    choose: Callable[[Progress], dict[str, Any]]
+    asked: dict[str, Any]  # the parameters that ask for the choice, as a recipe holds them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """One operation that was applied: its name, its parameters, and whether it claims to keep the
     function exactly.
@@ -36,9 +53,13 @@ class Step:
     exact: bool
     layers: tuple[int, ...]  # the layers whose MLP it changed
     notes: tuple[str, ...] = ()  # what the user should know
-    work: Work | None = field(
-        default=None, compare=False
-    )  # what must run before its tensors can be read
+    work: Work | None = field(default=None, compare=False)  # runs before its tensors can be read
+    pending: Pending | None = field(default=None, compare=False)  # is settled before the plan
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The parameters that make the same again: those that ask for a choice that is pending."""
+        return self.parameters | (self.pending.asked if self.pending else {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +102,10 @@ class Checkpoint:
     def replace(self, *, step: Step | None = None, **changes: Any) -> Checkpoint:
         """A copy with `changes`, and `step` appended to what was done."""
         steps = (*self.steps, step) if step else self.steps
-        return dataclasses.replace(self, steps=steps, **changes)
+        made = dataclasses.replace(self, steps=steps, **changes)
+        if step and step.work:
+            step.work.output = made
+        return made
 
 
 def natural_key(name: str) -> list[tuple[int, str | int]]:

@@ -24,6 +24,8 @@ from surgery.checkpoint.tensors import DTYPES, Extent, LazyTensor
 if TYPE_CHECKING:
     import torch
 
+    from surgery.checkpoint.checkpoint import Checkpoint
+
 Progress = Callable[
     [int], None
 ]  # is told how many units (bytes, layers) were done since it was told last
@@ -44,6 +46,15 @@ class ScratchFile:
 
     def path(self) -> Path:
         return self.work.folder() / self.name
+
+
+def identity(operation: str, checkpoint: Checkpoint, *parts: Any) -> str:
+    """Return a line that changes whenever a fitted value may: the source's tensors and `parts`.
+
+    `parts` are the options, the calibration's identity and whatever else the values depend on.
+    """
+    tensors = "\n".join(f"{n} {t.identity()}" for n, t in sorted(checkpoint.tensors.items()))
+    return f"{operation} {' '.join(map(str, parts))}\n{tensors}"
 
 
 class Work:
@@ -72,6 +83,17 @@ class Work:
             threading.RLock()
         )  # a loader reads with several threads: one prepares, the others wait
         self._promised: dict[str, LazyTensor] = {}
+        self._output: Checkpoint | None = None
+
+    @property
+    def output(self) -> Checkpoint:
+        """The checkpoint that the promised tensors are part of, as its operation describes it."""
+        assert self._output is not None, "a step with this work is part of no checkpoint yet"
+        return self._output
+
+    @output.setter
+    def output(self, checkpoint: Checkpoint) -> None:
+        self._output = checkpoint
 
     @property
     def nbytes(self) -> int:

@@ -123,7 +123,7 @@ def analyze_command(
     from surgery.cli import screen
     from surgery.errors import UsageError
     from surgery.storage import open_checkpoint
-    from surgery.workflow import run
+    from surgery.workflow.trust import require_trust
 
     if coactivation and out is None:
         raise UsageError(
@@ -135,7 +135,7 @@ def analyze_command(
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     timed_on, computing = parse_device(on), choose_device(device)
     checkpoint = open_checkpoint(model, revision=revision)
-    run.require_trust(checkpoint, trust_remote_code)
+    require_trust(checkpoint, trust_remote_code)
     sample = sample_ids(
         checkpoint,
         tokens=tokens,

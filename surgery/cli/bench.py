@@ -63,7 +63,7 @@ def bench_command(
     from surgery.cli import screen
     from surgery.errors import UsageError
     from surgery.storage import open_checkpoint
-    from surgery.workflow import run
+    from surgery.workflow.trust import require_trust
 
     if quiet or as_json:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -72,7 +72,7 @@ def bench_command(
         raise UsageError("neurons are skipped on cuda and cpu alone", "give --device cpu")
     computing = computing if computing != "mps" else "cpu"
     checkpoint = open_checkpoint(model, revision=revision)
-    run.require_trust(checkpoint, trust_remote_code)
+    require_trust(checkpoint, trust_remote_code)
     sample = sample_ids(checkpoint, tokens=tokens, sequence_length=min(tokens, 512))
     with screen.Bars(quiet=quiet or as_json).stage("timing", 0, "layer") as progress:
         found = bench(

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from surgery.cli.options import Converting, calibrated, converting, execute, parse_rank
+from surgery.cli.options import CommonOptions, calibrated, converting, execute, parse_rank
 from surgery.errors import UsageError
+from surgery.operations.carve import ALLOCATIONS, METHODS, ROUTERS, carve
 
 if TYPE_CHECKING:
-    from surgery.checkpoint import Checkpoint
-
-METHODS = ("random", "kmeans", "coactivation", "cmoe", "mass")
-ROUTERS = ("centroids", "trained", "analytic")
+    pass
 
 
 @click.command("carve")
@@ -33,7 +31,7 @@ ROUTERS = ("centroids", "trained", "analytic")
 )
 @click.option(
     "--allocation",
-    type=click.Choice(["uniform", "greedy"]),
+    type=click.Choice(ALLOCATIONS),
     default="uniform",
     show_default=True,
     help="greedy: more active parts in layers where they matter most, A in the mean.",
@@ -89,13 +87,12 @@ ROUTERS = ("centroids", "trained", "analytic")
 @calibrated
 @converting
 def carve_command(
-    shared: Converting,
+    common: CommonOptions,
     calibration: dict[str, Any],
     sweep: str | None,
     plot: Path | None,
     layers: str | None,
     active: str | None,
-    allocation: str,
     shared_parts: int,
     bypass: str,
     **options: Any,
@@ -126,44 +123,25 @@ def carve_command(
       surgery carve ./my-model --sweep 25,50,75,100 --plot sweep.png
       surgery carve ./my-model --method cmoe --router analytic --shared 3 --repair none
     """
-    from surgery.operations.carve import carve
     from surgery.workflow.recipe import parse_layers
 
-    if allocation == "greedy" and "," in (active or ""):
-        raise UsageError(
-            "--allocation greedy finds how many parts each layer has active",
-            "give --active one number",
-        )
     if plot and not sweep:
         raise UsageError("--plot draws a sweep", "give --sweep 25,50,75,100 with it")
-    options |= {"shared": shared_parts, "bypass": parse_rank(bypass)}
-    chosen = parse_layers(layers)
-    if sweep and (shared.out or shared.dry_run or active is not None):
+    options |= {
+        "shared": shared_parts,
+        "bypass": parse_rank(bypass),
+        "layers": parse_layers(layers),
+    }
+    if sweep and (common.out or common.dry_run or active is not None):
         raise UsageError(
             "--sweep writes nothing, and --out, --dry-run and --active are of an output",
             "leave them out",
         )
     if sweep:
-        _sweep(
-            shared,
-            calibration,
-            _fractions(sweep),
-            plot,
-            chosen,
-            options | {"allocation": allocation},
-        )
+        _sweep(common, calibration, _fractions(sweep), plot, options)
         return 0
-    number = _active(active)
-
-    def operate(source: Checkpoint) -> Checkpoint:
-        each = (
-            _allocate(source, shared, number, chosen, calibration, options)
-            if allocation == "greedy"
-            else number
-        )
-        return carve(source, active=each, layers=chosen, calibration=calibration, **options)
-
-    return execute(shared, operate)
+    options |= {"active": _active(active), "calibration": calibration}
+    return execute(common, lambda source: carve(source, **options))
 
 
 def _active(text: str | None) -> int | list[int] | None:
@@ -177,34 +155,6 @@ def _active(text: str | None) -> int | list[int] | None:
     return numbers[0] if numbers and len(numbers) == 1 else numbers
 
 
-def _allocate(
-    source: Checkpoint,
-    shared: Converting,
-    active: Any,
-    layers: set[int] | None,
-    calibration: dict[str, Any],
-    options: dict[str, Any],
-) -> list[int]:
-    from surgery.analysis.carve_sweep import allocate
-    from surgery.calibration.settings import Calibration
-    from surgery.cli import screen
-    from surgery.fitting.expert_split import usual
-
-    count = usual(options["experts"], options["shared"]) if active is None else active
-    known = {name: options[name] for name in ("experts", "shared", "method", "seed")}
-    with screen.Bars(quiet=shared.quiet or shared.as_json).stage(
-        "allocating", 0, "layer"
-    ) as progress:
-        return allocate(
-            source,
-            active=[count],
-            layers=layers,
-            calibration=Calibration.of(calibration),
-            progress=progress,
-            **known,
-        )[count]
-
-
 def _fractions(text: str) -> list[float]:
     """From "25,50". Raises UsageError for anything else."""
     try:
@@ -214,41 +164,39 @@ def _fractions(text: str) -> list[float]:
 
 
 def _sweep(
-    shared: Converting,
+    common: CommonOptions,
     calibration: dict[str, Any],
     fractions: list[float],
     plot: Path | None,
-    layers: set[int] | None,
     options: dict[str, Any],
 ) -> None:
-    from surgery.analysis.carve_sweep import sweep
     from surgery.calibration.settings import Calibration
     from surgery.cli import screen
     from surgery.report import carve_sweep as report
     from surgery.storage import open_checkpoint
-    from surgery.workflow import run
+    from surgery.workflow.carve_sweep import sweep
+    from surgery.workflow.trust import require_trust
 
     if plot:
         report.require_plot(plot)
-    silent = shared.quiet or shared.as_json
+    silent = common.quiet or common.as_json
     if silent:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    source = open_checkpoint(shared.model, revision=shared.revision, stream=shared.stream)
-    run.require_trust(source, shared.trust_remote_code)
+    source = open_checkpoint(common.model, revision=common.revision, stream=common.stream)
+    require_trust(source, common.trust_remote_code)
     with screen.Bars(quiet=silent).stage("carving", 0, "layer") as progress:
         found = sweep(
             source,
             fractions=fractions,
-            layers=layers,
             calibration=Calibration.of(calibration),
             progress=progress,
             **options,
         )
     if plot:
         report.plot(found, plot)
-    if shared.as_json:
+    if common.as_json:
         screen.echo_json(found.as_dict())
-    elif not shared.quiet:
+    elif not common.quiet:
         for part in report.tables(found):
             screen.show(part)
         if plot:

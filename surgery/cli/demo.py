@@ -9,7 +9,7 @@ import click
 
 if TYPE_CHECKING:
     from surgery.cli.screen import Bars
-    from surgery.workflow.run import Result
+    from surgery.workflow.convert import Result
 
 RECIPES = {"upcycled": "demo-upcycle", "relufied": "demo-relufy"}
 
@@ -46,12 +46,12 @@ def demo_command(out: Path, as_json: bool, quiet: bool) -> int:
 
 
 def _convert(recipe: str, out: Path, bars: Bars) -> Result:
-    from surgery.workflow import run
+    from surgery.workflow.convert import convert_alone
     from surgery.workflow.recipe import apply, load, open_source
 
     chosen = load(recipe)
     source = open_source(chosen)
-    return run.convert(source, apply(chosen, source), out, command="surgery demo", observer=bars)
+    return convert_alone(source, apply(chosen, source), out, command="surgery demo", observer=bars)
 
 
 def _rows(results: dict[str, Result]) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def _rows(results: dict[str, Result]) -> list[dict[str, Any]]:
         weights = weigh(checkpoint, checkpoint.config)
         result = results.get(name)
         checks = (
-            {r.check: r.value for r in result.verification.rows}
+            {r.key: r.value for r in result.verification.rows}
             if result and result.verification
             else {}
         )
@@ -76,19 +76,15 @@ def _rows(results: dict[str, Result]) -> list[dict[str, Any]]:
                 "parameters": weights.parameters(),
                 "active_parameters": weights.active(),
                 "activation": checkpoint.config["hidden_act"],
-                "perplexity": next(
-                    (v for c, v in checks.items() if c.startswith("perplexity of the output")), None
-                ),
-                "max_logit_difference": next(
-                    (v for c, v in checks.items() if c.startswith("logits max|Δ|")), None
-                ),
+                "perplexity": checks.get("perplexity.output.evaluation"),
+                "max_logit_difference": checks.get("logits.difference"),
                 "passed": result.verification.passed if result and result.verification else True,
                 "folder": str(folder),
             }
         )
     if (relufied := results["relufied"].verification) is not None:
         rows[0]["perplexity"] = next(
-            r.value for r in relufied.rows if r.check.startswith("perplexity of the source")
+            r.value for r in relufied.rows if r.key == "perplexity.source.evaluation"
         )
     return rows
 

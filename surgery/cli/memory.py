@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from surgery.cli.options import Converting, calibrated, converting, execute
+from surgery.cli.options import CommonOptions, calibrated, converting, execute
 
 
 @click.command("memory")
@@ -93,7 +93,7 @@ from surgery.cli.options import Converting, calibrated, converting, execute
 @calibrated
 @converting
 def memory_command(
-    shared: Converting,
+    common: CommonOptions,
     calibration: dict[str, Any],
     layers: str | None,
     slots: str | None,
@@ -124,7 +124,7 @@ def memory_command(
     chosen = layers if layers == "auto" else parse_layers(layers)
     size = None if slots is None else parse_slots(slots)
     return execute(
-        shared,
+        common,
         lambda checkpoint: memory(
             checkpoint, layers=chosen, slots=size, calibration=calibration, **options
         ),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from surgery.checkpoint import Checkpoint
     from surgery.cli.screen import Bars
     from surgery.storage.processes import Group
-    from surgery.workflow.run import Result
+    from surgery.workflow.convert import Result
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -111,7 +111,7 @@ _CALIBRATED = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Converting:
+class CommonOptions:
     """The values of the shared options."""
 
     model: str
@@ -134,6 +134,17 @@ class Converting:
     )  # options of the script beside the output
 
     @property
+    def silent(self) -> bool:
+        """Whether no progress is shown."""
+        return self.quiet or self.as_json
+
+    @property
+    def shard_bytes(self) -> int | None:
+        from surgery.checkpoint import parse_size
+
+        return parse_size(self.max_shard_size) if self.max_shard_size else None
+
+    @property
     def url(self) -> str | None:
         """Where the output goes, if not to a folder on this disk."""
         return self.out if self.out and "://" in self.out else None
@@ -153,13 +164,17 @@ def _with_options(
 
 
 def converting(function: F) -> F:
-    """Add MODEL and the shared options; the command receives them as one `Converting`, `shared`."""
+    """Add MODEL and the shared options; the command receives them as one `CommonOptions`, `common`."""
 
     def wrapped(**values: Any) -> Any:
-        shared = Converting(
-            **{name: values.pop(name) for name in Converting.__dataclass_fields__ if name in values}
+        common = CommonOptions(
+            **{
+                name: values.pop(name)
+                for name in CommonOptions.__dataclass_fields__
+                if name in values
+            }
         )
-        return function(shared=shared, **values)
+        return function(common=common, **values)
 
     return _with_options(function, wrapped, (*_CONVERTING, *_WRITING))
 
@@ -170,7 +185,7 @@ def writing(function: F) -> F:
     """
     names = [
         n
-        for n in Converting.__dataclass_fields__
+        for n in CommonOptions.__dataclass_fields__
         if n not in ("model", "revision", "dtype", "max_shard_size")
     ]
 
@@ -210,140 +225,154 @@ def calibrated(function: F) -> F:
 
 
 def execute(
-    shared: Converting, operation: Callable[[Checkpoint], Checkpoint], *, hardlink: bool = False
+    common: CommonOptions,
+    operation: Callable[[Checkpoint], Checkpoint],
+    *,
+    hardlink: bool = False,
 ) -> int:
-    """Open, operate, write, verify, deliver, show, alone or as one of several processes; the exit
-    code.
+    """Open, operate, write, verify, deliver, show, alone or as one of several processes.
+
+    Returns the exit code.
     """
-    from surgery.storage.processes import together
-
-    with together() as group:
-        return _execute(shared, operation, hardlink, group)
-
-
-def _execute(
-    shared: Converting, operation: Callable[[Checkpoint], Checkpoint], hardlink: bool, group: Group
-) -> int:
-    from surgery.checkpoint import parse_size
-    from surgery.cli import screen
     from surgery.operations.cast import cast
     from surgery.storage import open_checkpoint
-    from surgery.workflow import dry_run, recipe, run
+    from surgery.storage.processes import together
+    from surgery.workflow.trust import require_trust
 
-    if shared.quiet or shared.as_json or not sys.stderr.isatty():
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    _check_delivery(shared)
-    size = parse_size(shared.max_shard_size) if shared.max_shard_size else None
-    source = open_checkpoint(shared.model, revision=shared.revision, stream=shared.stream)
-    run.require_trust(source, shared.trust_remote_code)
-    output = operation(source)
-    if shared.dtype:
-        output = cast(output, shared.dtype)
-    if shared.print_recipe:
-        push = (
-            recipe.Push(repo=shared.push, private=shared.private, pr=shared.pr)
-            if shared.push
-            else None
-        )
-        made = recipe.of(
-            output,
-            max_shard_size=size,
-            verify=not shared.no_verify,
-            finetune=shared.finetune,
-            push=push,
-        )
-        click.echo(recipe.dump(made), nl=False)
-        return 0
-    out = Path(shared.out) if shared.out else run.default_out(source, run.suffix(output))
-    if shared.url:
-        out = Path(f"{shared.url.rstrip('/').rpartition('/')[2]}.staged")
-    if shared.dry_run:
-        planned = dry_run.describe(
-            source, output, out, max_shard_size=size, verify=not shared.no_verify
-        )
-        screen.show_plan(
-            planned | ({"out": shared.url, "staged": str(out)} if shared.url else {}),
-            source,
-            shared.as_json,
-        )
-        return 0
-    if shared.url and run.is_delivered(output, size, shared.url):
-        if shared.as_json:
-            screen.echo_json({"out": shared.url, "already": True})
-        else:
-            screen.show(f"{shared.url} has all of it already")
-        return 0
-    if group.rank:
-        run.assist(
-            source,
-            output,
-            out,
-            group,
-            max_shard_size=size,
-            hardlink=hardlink,
-            verify=not shared.no_verify,
-        )
-        return 0
-    observer = screen.Bars(quiet=shared.quiet or shared.as_json)
-    result = run.convert(
+    with together() as group:
+        if common.quiet or common.as_json or not sys.stderr.isatty():
+            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        _check_delivery(common)
+        source = open_checkpoint(common.model, revision=common.revision, stream=common.stream)
+        require_trust(source, common.trust_remote_code)
+        output = operation(source)
+        if common.dtype:
+            output = cast(output, common.dtype)
+        if common.print_recipe:
+            return _print_recipe(common, output)
+        if common.dry_run:
+            return _show_plan(common, source, output)
+        return _convert(common, source, output, hardlink, group)
+
+
+def _print_recipe(common: CommonOptions, output: Checkpoint) -> int:
+    from surgery.workflow import recipe
+
+    push = None
+    if common.push:
+        push = recipe.Push(repo=common.push, private=common.private, pr=common.pr)
+    made = recipe.recipe_of(
+        output,
+        max_shard_size=common.shard_bytes,
+        verify=not common.no_verify,
+        finetune=common.finetune,
+        push=push,
+    )
+    click.echo(recipe.dump(made), nl=False)
+    return 0
+
+
+def _show_plan(common: CommonOptions, source: Checkpoint, output: Checkpoint) -> int:
+    from surgery.cli import screen
+    from surgery.workflow import dry_run
+
+    out, verify = _folder(common, source, output), not common.no_verify
+    size = common.shard_bytes
+    planned = dry_run.describe(source, output, out, max_shard_size=size, verify=verify)
+    if common.url:
+        planned |= {"out": common.url, "staged": str(out)}
+    screen.show_plan(planned, source, common.as_json)
+    return 0
+
+
+def _folder(common: CommonOptions, source: Checkpoint, output: Checkpoint) -> Path:
+    """Return the folder that is written; what goes to a URL is staged beside."""
+    from surgery.workflow.record import default_out, suffix
+
+    if common.url:
+        return Path(f"{common.url.rstrip('/').rpartition('/')[2]}.staged")
+    return Path(common.out) if common.out else default_out(source, suffix(output))
+
+
+def _convert(
+    common: CommonOptions, source: Checkpoint, output: Checkpoint, hardlink: bool, group: Group
+) -> int:
+    from surgery.cli import screen
+    from surgery.workflow.convert import convert, scratch
+    from surgery.workflow.delivery import is_delivered
+    from surgery.workflow.settle import settle
+
+    out, observer = _folder(common, source, output), screen.Bars(quiet=common.silent)
+    if common.url:
+        output = settle(output, scratch(out), observer, group)
+        if is_delivered(output, common.shard_bytes, common.url):
+            if common.as_json:
+                screen.echo_json({"out": common.url, "already": True})
+            else:
+                screen.show(f"{common.url} has all of it already")
+            return 0
+    result = convert(
         source,
         output,
         out,
-        max_shard_size=size,
+        max_shard_size=common.shard_bytes,
         hardlink=hardlink,
-        verify=not shared.no_verify,
-        finetune=shared.finetune,
-        trust_remote_code=shared.trust_remote_code,
+        verify=not common.no_verify,
+        finetune=common.finetune,
+        trust_remote_code=common.trust_remote_code,
         command=command_line(),
         observer=observer,
         group=group,
     )
-    if not shared.as_json:
-        screen.show_result(result, quiet=shared.quiet)
-    return _deliver(shared, result, observer)
+    if result is None:  # one of several processes, and not the first
+        return 0
+    if not common.as_json:
+        screen.show_result(result, quiet=common.quiet)
+    return _deliver(common, result, observer)
 
 
-def _check_delivery(shared: Converting) -> None:
+def _check_delivery(common: CommonOptions) -> None:
     """Before hours of work: can the output be delivered at all?"""
     from surgery.errors import UsageError
 
-    if (shared.private or shared.pr) and not shared.push:
+    if (common.private or common.pr) and not common.push:
         raise UsageError("--private and --pr are of a push", "add --push OWNER/NAME")
-    if shared.push and shared.no_verify:
+    if common.push and common.no_verify:
         raise UsageError(
             "--push with --no-verify", "only what is proved is published: leave one of them out"
         )
-    if shared.push and shared.url:
+    if common.push and common.url:
         raise UsageError("both --push and a URL", "push from a folder on this disk")
-    if shared.push and not (shared.dry_run or shared.print_recipe):
+    if common.push and not (common.dry_run or common.print_recipe):
         from surgery.workflow import publish
 
-        publish.require_token(shared.push)
+        publish.require_token(common.push)
 
 
-def _deliver(shared: Converting, result: Result, observer: Bars) -> int:
+def _deliver(common: CommonOptions, result: Result, observer: Bars) -> int:
     """Send the output where it is to go, show that; the exit code."""
     from surgery.cli import screen
     from surgery.cli.push import show
-    from surgery.workflow import publish, run
+    from surgery.workflow import publish
+    from surgery.workflow.delivery import deliver
 
     passed, found = (
         result.verification is None or result.verification.passed,
         {"out": str(result.folder), **result.record},
     )
-    if passed and shared.url:
-        run.deliver(result, shared.url, observer)
-        found["out"] = shared.url
-        if not (shared.quiet or shared.as_json):
-            screen.show(f"moved to {shared.url}")
-    if passed and shared.push:
+    if passed and common.url:
+        deliver(result, common.url, observer)
+        found["out"] = common.url
+        if not (common.quiet or common.as_json):
+            screen.show(f"moved to {common.url}")
+    if passed and common.push:
         done = publish.push(
-            result.folder, shared.push, private=shared.private, pr=shared.pr, observer=observer
+            result.folder, common.push, private=common.private, pr=common.pr, observer=observer
         )
         found["push"] = done.as_dict()
-        if not (shared.quiet or shared.as_json):
+        if not (common.quiet or common.as_json):
             show(done)
-    if shared.as_json:
+    if common.as_json:
         screen.echo_json(found)
     if not passed:
         screen.report_failure(result.folder)

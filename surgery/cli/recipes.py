@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from surgery.cli.options import Converting, execute, writing
+from surgery.cli.options import CommonOptions, execute, writing
 
 
 @click.command("run")
@@ -37,7 +37,7 @@ def run_command(options: dict[str, Any], name: str, changes: Sequence[str]) -> i
         options |= {"push": chosen.push.repo, "private": chosen.push.private, "pr": chosen.push.pr}
     options["no_verify"] |= not chosen.verify
     size = None if chosen.max_shard_size is None else str(chosen.max_shard_size)
-    shared = Converting(
+    common = CommonOptions(
         model=recipe.location(chosen),
         revision=chosen.revision,
         dtype=None,
@@ -45,7 +45,7 @@ def run_command(options: dict[str, Any], name: str, changes: Sequence[str]) -> i
         finetune=chosen.finetune,
         **options,
     )
-    return execute(shared, lambda checkpoint: recipe.apply(chosen, checkpoint))
+    return execute(common, lambda checkpoint: recipe.apply(chosen, checkpoint))
 
 
 @click.group("recipes", invoke_without_command=True)

@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from surgery.cli.options import Converting, calibrated, converting, execute, parse_rank
+from surgery.blocks.rules import ACTIVATIONS
+from surgery.cli.options import CommonOptions, calibrated, converting, execute, parse_rank
 
 if TYPE_CHECKING:
     from surgery.checkpoint import Checkpoint
 
-NAMES = ("relu", "relu2", "shifted", "fatrelu", "drelu", "cats", "teal")
-
 
 @click.command("relufy")
 @click.option(
-    "--activation", type=click.Choice(NAMES), default="relu", show_default=True, help="See below."
+    "--activation",
+    type=click.Choice(list(ACTIVATIONS)),
+    default="relu",
+    show_default=True,
+    help="See below.",
 )
 @click.option(
     "--sparsity",
@@ -76,7 +79,7 @@ NAMES = ("relu", "relu2", "shifted", "fatrelu", "drelu", "cats", "teal")
 @calibrated
 @converting
 def relufy_command(
-    shared: Converting,
+    common: CommonOptions,
     calibration: dict[str, Any],
     activation: str,
     sparsity: float | None,
@@ -117,7 +120,7 @@ def relufy_command(
     """
     from surgery.errors import UsageError
     from surgery.families import locate
-    from surgery.operations.relufy import ACTIVATIONS, relufy
+    from surgery.operations.relufy import relufy
     from surgery.workflow.recipe import parse_layers
 
     chosen = parse_layers(layers)
@@ -151,4 +154,4 @@ def relufy_command(
         )
         return relufy(checkpoint, **options, threshold=found)
 
-    return execute(shared, operation, hardlink=hardlink)
+    return execute(common, operation, hardlink=hardlink)

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from surgery.checkpoint import Checkpoint
-from surgery.workflow.run import Result
+from surgery.workflow.convert import Result
 
 
 class Bars:
@@ -156,8 +156,9 @@ def verification_table(verification: dict[str, Any]) -> Table:
         limit = f"{row['relation']} {number(row['limit'])}" if "limit" in row else ""
         mark = ("ok" if row["passed"] else "FAILED") if limit else ""
         table.add_row(row["check"], number(row["value"]), limit, mark)
-        if row["detail"] and (not row["passed"] or row["check"].startswith("warning")):
-            shown = row["detail"][:5] + (["…"] if len(row["detail"]) > 5 else [])
+        detail = row["detail"] or [f"layer {i}: {v}" for i, v in row.get("layers", ())]
+        if detail and (not row["passed"] or row.get("warns")):
+            shown = detail[:5] + (["…"] if len(detail) > 5 else [])
             table.add_row("  " + "\n  ".join(shown), "", "", "")
     return table
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from surgery.cli.options import Converting, converting, execute
+from surgery.cli.options import CommonOptions, converting, execute
 
 
 @click.command("splinify")
@@ -37,7 +37,7 @@ from surgery.cli.options import Converting, converting, execute
 @click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
 @converting
 def splinify_command(
-    shared: Converting,
+    common: CommonOptions,
     kind: str,
     grid: int | None,
     reach: float,
@@ -66,4 +66,4 @@ def splinify_command(
         "layers": parse_layers(layers),
     }
     options["groups"] = int(groups) if groups and groups.isdigit() else groups
-    return execute(shared, lambda checkpoint: splinify(checkpoint, **options))
+    return execute(common, lambda checkpoint: splinify(checkpoint, **options))

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from surgery.cli.options import Converting, calibrated, converting, execute
+from surgery.cli.options import CommonOptions, calibrated, converting, execute
 from surgery.errors import UsageError
 
 
@@ -101,7 +101,7 @@ from surgery.errors import UsageError
 @calibrated
 @converting
 def upcycle_command(
-    shared: Converting,
+    common: CommonOptions,
     calibration: dict[str, Any],
     layers: str | None,
     models: Sequence[str],
@@ -150,7 +150,7 @@ def upcycle_command(
     chosen = parse_layers(layers)
     experts = [open_checkpoint(m) for m in models]
     return execute(
-        shared,
+        common,
         lambda c: upcycle(
             c,
             layers=chosen,

@@ -36,10 +36,10 @@ def verify_command(
     """
     from surgery.cli import screen
     from surgery.storage import open_checkpoint
-    from surgery.workflow import run
+    from surgery.workflow.verify import verify_folder
 
     observer = screen.Bars(quiet=quiet or as_json)
-    verification = run.verify_folder(
+    verification = verify_folder(
         open_checkpoint(source, revision=revision), output, trust_remote_code, observer
     )
     if as_json:

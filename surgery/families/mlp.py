@@ -6,11 +6,15 @@ gate and up [F, H], down [H, F], whatever is on disk (fused gate_up, transposed 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from surgery.checkpoint import Checkpoint, LazyTensor, concatenate
 from surgery.errors import SurgeryError
 from surgery.families.family import Family
+
+BY_NEURON = ("gate", "up", "gate_bias", "up_bias")  # the parts of an MLP with a row for each neuron
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +34,12 @@ class Mlp:
     @property
     def width(self) -> int:
         return self.up.shape[0]
+
+    def by_neuron(self, function: Callable[[LazyTensor], LazyTensor]) -> Mlp:
+        """Return the MLP with `function` applied to what has a row for each neuron: not `down`."""
+        parts = {name: getattr(self, name) for name in BY_NEURON}
+        changes: dict[str, Any] = {n: function(t) for n, t in parts.items() if t is not None}
+        return replace(self, **changes)
 
     @property
     def biased(self) -> bool:

@@ -16,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from surgery import operations
 from surgery.errors import SurgeryError
 from surgery.families import Family, find
 
@@ -112,7 +113,8 @@ def needs(record: Mapping[str, Any], config: Mapping[str, Any]) -> Needs:
     steps = [s for s in record["recipe"] if s["operation"] != "cast"]
     blocks = config.get("surgery_blocks") or ()
     kinds = {str(entry["kind"]) for entry in blocks}
-    relufied = [s for s in steps if s["operation"] == "relufy"]
+    records = ((s, operations.known(s["operation"])) for s in steps)
+    relufied = [step for step, record in records if record and record.makes_zeros]
     moe = family.is_moe or "experts" in kinds
     sparse = bool(relufied) and not (moe or "memory" in kinds)
     source = Path(str(record["source"]["location"])).expanduser()

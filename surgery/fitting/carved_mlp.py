@@ -35,11 +35,11 @@ from transformers.activations import ACT2FN
 from surgery.blocks.experts_mlp import Router
 from surgery.fitting import partition
 from surgery.fitting.expert_split import ExpertSplit
-from surgery.fitting.repair import CHUNK, FIRST, Neurons, Rows, error, figures, ridge
+from surgery.fitting.repair import CHUNK, FIRST, Neurons, Rows, better, error, figures, ridge
+from surgery.fitting.sizes import SAMPLED
 
 MARKED = 10  # products of a token that CMoE marks
 FIRING = 0.1  # of a token's neurons, those with most mass, fire together
-SAMPLED = 2**23  # products that neurons are grouped by
 DAMPED = 4000  # rows that the old weights stand for in the repair: what an inactive expert leaves is small and noisy
 STEPS, BATCH, RATE = 300, 512, 1e-2  # of a router's training
 
@@ -49,7 +49,7 @@ class Carved(Neurons):
     """Neurons in their order, the shared ones first; `order` [F] says which they were. `norm` [F]
     is that of their columns of `down` in the source; without a `router` the oracle chooses."""
 
-    cut: ExpertSplit
+    split: ExpertSplit
     order: Tensor
     norm: Tensor
     router: Router | None = None
@@ -58,31 +58,31 @@ class Carved(Neurons):
         """h [n, F] of inputs [n, H], zero where an expert was not chosen."""
         h = super().product(z)
         chosen = self.choose(self.mass(h)) if self.router is None else self.route(z)
-        width = h.shape[1] // self.cut.experts
+        width = h.shape[1] // self.split.experts
         return h * F.pad(
-            chosen.repeat_interleave(width, 1), (self.cut.shared * width, 0), value=1.0
+            chosen.repeat_interleave(width, 1), (self.split.shared * width, 0), value=1.0
         )
 
     def mass(self, h: Tensor) -> Tensor:
         """Of products [n, F], the energy in each routed expert [n, G] as a share of the token's."""
         energy = (h * self.norm).square()
         share = energy / energy.sum(1, keepdim=True).clamp_min(1e-30)
-        return share.unflatten(1, (self.cut.experts, -1)).sum(2)[:, self.cut.shared :]
+        return share.unflatten(1, (self.split.experts, -1)).sum(2)[:, self.split.shared :]
 
     def choose(self, score: Tensor) -> Tensor:
         """1.0 for the experts with the highest scores [n, G]."""
-        return torch.zeros_like(score).scatter_(1, score.topk(self.cut.top_k, dim=1).indices, 1.0)
+        return torch.zeros_like(score).scatter_(1, score.topk(self.split.top_k, dim=1).indices, 1.0)
 
     def route(self, z: Tensor) -> Tensor:
         """1.0 for the experts that the router chooses, [n, G]."""
         assert self.router is not None
         with torch.no_grad():
             _, _, chosen = self.router(z, ACT2FN[self.act])
-        return z.new_zeros(len(z), self.cut.routed).scatter_(1, chosen, 1.0)
+        return z.new_zeros(len(z), self.split.routed).scatter_(1, chosen, 1.0)
 
 
 def fit(
-    neurons: Neurons, rows: Rows | None, cut: ExpertSplit, entry: dict[str, Any]
+    neurons: Neurons, rows: Rows | None, split: ExpertSplit, entry: dict[str, Any]
 ) -> tuple[Carved, dict[str, Any]]:
     """The MLP carved, and figures of it on rows that were not fitted on (none without rows).
     `entry` is the block's.
@@ -90,52 +90,37 @@ def fit(
     `neurons` are put into the new order themselves: in fp32 they may be larger than anything else.
     """
     seen = None if rows is None else _Seen(neurons, rows)
-    label = _labels(neurons, seen, cut)
-    marks = seen.marks if seen is not None and cut.router == "analytic" else None
+    label = _labels(neurons, seen, split)
+    marks = seen.marks if seen is not None and split.router == "analytic" else None
     order = label.argsort(stable=True).to(neurons.up.device)
-    reorder(neurons, order)
+    neurons.reorder(order)
     values = {f.name: getattr(neurons, f.name) for f in dataclasses.fields(neurons)}
-    carved = Carved(**values, cut=cut, order=order, norm=neurons.down.norm(dim=0))
-    if cut.router != "oracle":
+    carved = Carved(**values, split=split, order=order, norm=neurons.down.norm(dim=0))
+    if split.router != "oracle":
         carved.router = _router(carved, rows, marks, entry)
     if rows is None:
         return carved, {}
-    before = error(carved, rows, rows.fitted)
-    fitted, after = carved, before
-    if cut.repair == "ridge":
-        fitted = ridge(carved, rows, damping=DAMPED / rows.fitted, rank=cut.bypass)  # type: ignore[assignment]
-        after = error(fitted, rows, rows.fitted)
-        if after > before:  # on rows that were not fitted on: a repair that makes it worse is none
-            fitted, after = carved, before
-    return fitted, figures(error=before, repaired=after, **_against_oracle(carved, rows))
+    fitted = carved
+    if split.repair == "ridge":
+        fitted = ridge(carved, rows, damping=DAMPED / rows.fitted, rank=split.bypass)
+    kept, errors = better(carved, fitted, rows)
+    return kept, figures(**errors, **_against_oracle(carved, rows))
 
 
-def costs(neurons: Neurons, rows: Rows, cut: ExpertSplit) -> list[float]:
+def costs(neurons: Neurons, rows: Rows, split: ExpertSplit) -> list[float]:
     """What it costs the stream behind the layer to leave out none, one, two, … of the routed
     experts, as the oracle chooses: the weighted squared error on rows that were not grouped by.
     `neurons` are put in order themselves."""
-    carved, _ = fit(neurons, rows, dataclasses.replace(cut, router="oracle", repair="none"), {})
+    carved, _ = fit(neurons, rows, dataclasses.replace(split, router="oracle", repair="none"), {})
     size = sum(
         ((1.0 if w is None else w) * y.square().mean(1)).sum().item()
         for _, y, w in rows.parts(rows.fitted)
     )
-    cuts = (
-        dataclasses.replace(cut, active=active) for active in range(cut.experts, cut.shared, -1)
-    )
-    return [
-        size * error(dataclasses.replace(carved, cut=c), rows, rows.fitted) / len(rows.z)
-        for c in cuts
-    ]
-
-
-def reorder(neurons: Neurons, order: Tensor) -> None:
-    """Put the neurons into another order, one matrix after another: the same function."""
-    for name in ("gate", "up", "gate_bias", "up_bias", "threshold", "threshold_up"):
-        if (value := getattr(neurons, name)) is not None and len(
-            value
-        ) > 1:  # one threshold may be that of all
-            setattr(neurons, name, value[order])
-    neurons.down = neurons.down[:, order]
+    found = []
+    for active in range(split.experts, split.shared, -1):
+        fewer = dataclasses.replace(carved, split=dataclasses.replace(split, active=active))
+        found.append(size * error(fewer, rows, rows.fitted) / len(rows.z))
+    return found
 
 
 def _against_oracle(carved: Carved, rows: Rows) -> dict[str, float]:
@@ -191,48 +176,48 @@ def _largest(values: Tensor, count: int) -> Tensor:
     return torch.zeros_like(values).scatter_(1, found.indices, (found.values > 0).to(values.dtype))
 
 
-def _labels(neurons: Neurons, seen: _Seen | None, cut: ExpertSplit) -> Tensor:
+def _labels(neurons: Neurons, seen: _Seen | None, split: ExpertSplit) -> Tensor:
     """The part [F] that each neuron stands in, the shared ones first."""
     width = len(neurons.up)
-    if cut.method == "random" or (cut.shared and seen is None):
-        return partition.random(width, cut.experts, cut.seed)
+    if split.method == "random" or (split.shared and seen is None):
+        return partition.random(width, split.experts, split.seed)
     rate = None
     if seen is not None:
-        rate = (seen.marks if cut.method == "cmoe" else seen.shares).mean(0)
+        rate = (seen.marks if split.method == "cmoe" else seen.shares).mean(0)
     label = (
         torch.zeros(width, dtype=torch.long)
         if rate is None
-        else partition.by_rate(rate, cut.experts)
+        else partition.by_rate(rate, split.experts)
     )
-    rest = (label >= cut.shared).nonzero()[:, 0]
-    label[rest] = cut.shared + _grouped(
-        neurons, seen, cut, rest.to(neurons.up.device), label[rest] - cut.shared
+    rest = (label >= split.shared).nonzero()[:, 0]
+    label[rest] = split.shared + _grouped(
+        neurons, seen, split, rest.to(neurons.up.device), label[rest] - split.shared
     )
     return label
 
 
 def _grouped(
-    neurons: Neurons, seen: _Seen | None, cut: ExpertSplit, rest: Tensor, ranked: Tensor
+    neurons: Neurons, seen: _Seen | None, split: ExpertSplit, rest: Tensor, ranked: Tensor
 ) -> Tensor:
     """The routed expert of each neuron of `rest`; `ranked` is the one by its rate."""
-    if cut.method == "kmeans":
+    if split.method == "kmeans":
         parts = [F.normalize(t[rest], dim=1) for t in (neurons.gate, neurons.up) if t is not None]
-        return partition.kmeans(torch.cat(parts, dim=1), cut.routed, cut.seed)
+        return partition.kmeans(torch.cat(parts, dim=1), split.routed, split.seed)
     assert seen is not None
-    if cut.method == "cmoe":
-        return partition.markers(seen.marks[:, rest], cut.routed)
+    if split.method == "cmoe":
+        return partition.markers(seen.marks[:, rest], split.routed)
     shares = seen.shares[:, rest]
-    if cut.method == "coactivation":
+    if split.method == "coactivation":
         fires = _largest(seen.shares, max(1, int(FIRING * len(neurons.up))))[:, rest]
-        return partition.graph(fires.T @ fires, cut.routed, cut.seed)
-    return partition.concentrate(shares, ranked, cut.routed, _competing(cut))
+        return partition.graph(fires.T @ fires, split.routed, split.seed)
+    return partition.concentrate(shares, ranked, split.routed, _competing(split))
 
 
-def _competing(cut: ExpertSplit) -> int:
+def _competing(split: ExpertSplit) -> int:
     """How many routed experts a token chooses; half of them where all are active, for those who
     will use fewer.
     """
-    return cut.top_k if cut.top_k < cut.routed else cut.routed // 2
+    return split.top_k if split.top_k < split.routed else split.routed // 2
 
 
 # --- routers --------------------------------------------------------------------------------------
@@ -242,22 +227,22 @@ def _router(
     carved: Carved, rows: Rows | None, marks: Tensor | None, entry: dict[str, Any]
 ) -> Router:
     """`marks` [N, F] of the neurons as they were."""
-    cut, width = carved.cut, len(carved.up) // carved.cut.experts
+    split, width = carved.split, len(carved.up) // carved.split.experts
     router = Router(entry, carved.up.shape[1], std=0.0).to(carved.up.device).requires_grad_(False)
     router.init_block_weights()  # zeros
-    if cut.router == "trained":
+    if split.router == "trained":
         assert rows is not None
         _train(router, carved, rows)
         return router
     opens = carved.up if carved.gate is None else carved.gate
-    if cut.router == "centroids":
-        experts = F.normalize(opens, dim=1).unflatten(0, (cut.experts, width))[cut.shared :]
+    if split.router == "centroids":
+        experts = F.normalize(opens, dim=1).unflatten(0, (split.experts, width))[split.shared :]
         router.weight.copy_(experts.mean(1))
         return router
     assert marks is not None
-    marks = marks[:, carved.order][:, cut.shared * width :]
-    label = torch.arange(cut.routed, device=marks.device).repeat_interleave(width)
-    chosen = cut.shared * width + partition.representatives(marks, label, cut.routed)
+    marks = marks[:, carved.order][:, split.shared * width :]
+    label = torch.arange(split.routed, device=marks.device).repeat_interleave(width)
+    chosen = split.shared * width + partition.representatives(marks, label, split.routed)
     for side, matrix, bias in (
         ("", carved.up, carved.up_bias),
         ("_in", carved.gate, carved.gate_bias),
@@ -276,7 +261,7 @@ def _train(router: Router, carved: Carved, rows: Rows) -> None:
     """Cross-entropy of each expert's choice, weighted by how far its mass is from the one that
     decides; on inputs of mean 0 and variance 1, which the weights then take in. First tokens are
     few, and take part more often than they occur."""
-    k = _competing(carved.cut)
+    k = _competing(carved.split)
     first = rows.z[:0] if rows.first is None else rows.first.z
     inputs = torch.cat([rows.z[: rows.fitted], first]).float()
     mass = torch.cat([carved.mass(Neurons.product(carved, z)) for z in inputs.split(CHUNK)])
@@ -285,7 +270,7 @@ def _train(router: Router, carved: Carved, rows: Rows) -> None:
     weight /= weight.mean().clamp_min(1e-30)
     z = inputs[: rows.fitted]
     mean, std = spread(z)
-    draw = torch.Generator().manual_seed(carved.cut.seed)
+    draw = torch.Generator().manual_seed(carved.split.seed)
     _begin(router, draw)
 
     def loss(some: Tensor) -> Tensor:

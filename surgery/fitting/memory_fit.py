@@ -17,7 +17,6 @@ Shapes: N rows, H hidden_size, F intermediate_size, S slots.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,16 +92,7 @@ def best(neurons: Neurons, rows: Rows, width: int) -> Neurons:
         h = neurons.product(z).square()
         energy += (h if weight is None else h * weight[:, None]).sum(0)
     chosen = (energy * neurons.down.square().sum(0)).topk(width).indices.sort().values
-    return pick(neurons, chosen)
-
-
-def pick(neurons: Neurons, chosen: Tensor) -> Neurons:
-    by_neuron = {
-        n: t[chosen]
-        for n in ("gate", "up", "gate_bias", "up_bias")
-        if (t := getattr(neurons, n)) is not None
-    }
-    return dataclasses.replace(neurons, **by_neuron, down=neurons.down[:, chosen])
+    return neurons.pick(chosen)
 
 
 def affine(rows: Rows) -> tuple[Tensor, Tensor]:

@@ -13,75 +13,12 @@ from surgery.checkpoint.tensors import DTYPES
 from surgery.errors import UsageError
 from surgery.families import Mlp
 
-PLACES = ("beside", "replace")
-INITS = ("slots", "fit", "zero", "random")  # of a memory in the MLP's place
-FINDS = ("always", "product-keys")  # the neurons that --init slots keeps
-KINDS = ("pkm", "peer")
 Shapes = dict[str, tuple[int, ...]]
 MASSES, PLACED = (
     2**28,
     2**25,
 )  # of neurons on tokens, that their lookup is trained on and that they are placed by
 PIECE = 2**22  # numbers of a table that are drawn at a time
-
-
-def check(
-    place: str,
-    init: str,
-    find: str,
-    kind: str,
-    sizes: Mapping[str, int | None],
-    reads: float,
-    distill: int,
-) -> None:
-    """Raises UsageError for options that make no sense."""
-    for what, value, known in (
-        ("place", place, PLACES),
-        ("init", init, INITS),
-        ("find", find, FINDS),
-        ("kind", kind, KINDS),
-    ):
-        if value not in known:
-            raise UsageError(f"unknown {what} {value!r}", f"one of: {', '.join(known)}")
-    if place == "beside" and init != "random":
-        raise UsageError(
-            f"--init {init} beside the MLP",
-            "beside it a memory adds zero; --place replace has inits",
-        )
-    if kind == "peer" and init in ("slots", "fit"):
-        raise UsageError(
-            f"--init {init} of peer",
-            "it is fitted for pkm; give --init zero or random, or --place beside",
-        )
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise UsageError(f"{name} {size}", "give 1 or more")
-    if find != "always":
-        _check_found(find, init, sizes, distill)
-    if distill and init != "slots":
-        raise UsageError(
-            f"--distill {distill} with --init {init}",
-            "it optimises the neurons that --init slots keeps",
-        )
-    if not 0 < reads <= 1:
-        raise UsageError(f"a token that reads {reads} of the MLP", "give a fraction, like 0.5")
-
-
-def _check_found(find: str, init: str, sizes: Mapping[str, int | None], distill: int) -> None:
-    if init != "slots":
-        raise UsageError(
-            f"--find {find} with --init {init}",
-            "it finds neurons: give --place replace --init slots",
-        )
-    if sizes["heads"] not in (None, 1):
-        raise UsageError(
-            f"{sizes['heads']} heads with --find {find}",
-            "one lookup finds the neurons: leave --heads out",
-        )
-    if distill:
-        raise UsageError(
-            f"--distill {distill} with --find {find}", "it optimises neurons that are always read"
-        )
 
 
 def memory_shapes(entry: Mapping[str, Any], hidden: int) -> Shapes:

@@ -32,18 +32,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from surgery.blocks import block_config
+from surgery.blocks import block_config, rules
 from surgery.blocks.sparse_mlp import RULES
 from surgery.checkpoint.tensors import DTYPES
 from surgery.families import Blocks, Mlp
+from surgery.families.mlp import BY_NEURON
 from surgery.fitting.sizes import BLOCK
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 DAMPING = 1e-3  # λ
 FEEDBACK = 0.5  # α
@@ -62,6 +66,8 @@ ADDED = (
     "bypass_out",
 )  # of a sparse block, beside the weights
 QUANTILE = 1_000_000  # of them that are sorted together
+
+N = TypeVar("N", bound="Neurons")
 
 
 @dataclass(kw_only=True)
@@ -139,8 +145,7 @@ class Neurons:
             rule=rule,
             act=act,
             **values,
-            threshold=None if rule == "plain" else zero,
-            threshold_up=zero if rule == "drelu" else None,
+            **dict.fromkeys(rules.RULES[rule].thresholds, zero),
         )
 
     @classmethod
@@ -163,6 +168,22 @@ class Neurons:
         }
         return dataclasses.replace(neurons, **found)
 
+    def pick(self, chosen: Tensor | slice) -> Self:
+        """Return the `chosen` neurons alone, in that order. A threshold for all of them stays."""
+        rows = {n: t[chosen] for n, t in self._by_neuron().items()}
+        return dataclasses.replace(self, **rows, down=self.down[:, chosen])
+
+    def reorder(self, order: Tensor) -> None:
+        """Put the neurons into another order, one matrix after another: the same function."""
+        for name, value in self._by_neuron().items():
+            setattr(self, name, value[order])
+        self.down = self.down[:, order]
+
+    def _by_neuron(self) -> dict[str, Tensor]:
+        """Return what has a row for each neuron, by name."""
+        values = {name: getattr(self, name) for name in (*BY_NEURON, "threshold", "threshold_up")}
+        return {n: t for n, t in values.items() if t is not None and len(t) == len(self.up)}
+
     def open(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Gate and up, pre-activation [n, F], of inputs [n, H]; both the same where there is no
         gate.
@@ -172,11 +193,10 @@ class Neurons:
 
     def multiply(self, gate: Tensor, up: Tensor) -> Tensor:
         """h [n, F] of gate and up."""
-        act, rule = ACT2FN[self.act], RULES[self.rule]
-        h = rule(act, gate, self.threshold)
-        if self.gate is not None:
-            h = h * (rule(act, up, self.threshold_up) if self.rule == "drelu" else up)
-        return h.masked_fill(h.abs() < self.threshold, 0) if self.rule == "teal" else h
+        up_or_none = None if self.gate is None else up
+        return RULES[self.rule].multiply(
+            ACT2FN[self.act], gate, up_or_none, self.threshold, self.threshold_up
+        )
 
     def product(self, z: Tensor) -> Tensor:
         """h [n, F] of inputs [n, H]."""
@@ -222,6 +242,17 @@ def error(neurons: Neurons, rows: Rows, start: int = 0, stop: int | None = None)
     return missed / max(total, 1e-300)
 
 
+def better(before: N, after: N, rows: Rows) -> tuple[N, dict[str, float]]:
+    """Return whichever misses less of the rows that were not fitted on, and both errors.
+
+    A fit that makes it worse there is none. The errors are "error", of `before`, and "repaired", of
+    what is returned.
+    """
+    errors = [error(n, rows, rows.fitted) for n in (before, after)]
+    kept = after if errors[1] <= errors[0] else before
+    return kept, {"error": errors[0], "repaired": min(errors)}
+
+
 def turned(neurons: Neurons, rows: Rows) -> Neurons:
     """`neurons` whose rows of `up` have the sign that leaves most of the product's energy above
     zero, where a ReLU of `up` keeps it. `down` turns with them: the function without that ReLU
@@ -253,18 +284,20 @@ def thresholded(neurons: Neurons, rows: Rows, sparsity: float, per_neuron: bool 
 def quantiles(
     neurons: Neurons, gate: Tensor, up: Tensor, sparsity: float, per_neuron: bool
 ) -> dict[str, Tensor]:
-    """The thresholds that make this fraction of the products of gate and up [n, F] zero."""
-    act = ACT2FN[neurons.act]
-    if neurons.rule == "drelu":
+    """Return the thresholds that make this fraction of the products of gate and up [n, F] zero."""
+    rule, act = rules.RULES[neurons.rule], ACT2FN[neurons.act]
+    if rule.cuts == "both":
         return _both(neurons, gate, up, sparsity, per_neuron)
-    if neurons.rule == "cats":
-        values = act(gate).abs()
-    elif neurons.rule == "teal":
-        values = (act(gate) * (up if neurons.gate is not None else 1)).abs()
-    else:
-        values = gate
-    threshold = quantile(values, sparsity, per_neuron)
-    return {"threshold": threshold.clamp_min(0) if neurons.rule == "fatrelu" else threshold}
+    threshold = quantile(_CUT[rule.cuts](act, gate, up), sparsity, per_neuron)
+    return {"threshold": threshold if rule.least is None else threshold.clamp_min(rule.least)}
+
+
+# What a threshold is compared with, of gate and up; both are the same where there is no gate.
+_CUT: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "gate": lambda act, gate, up: gate,
+    "activated": lambda act, gate, up: act(gate).abs(),
+    "product": lambda act, gate, up: (act(gate) * (1 if up is gate else up)).abs(),
+}
 
 
 def _both(
@@ -311,11 +344,8 @@ def cost(
     rank: the weighted squared error on rows that were not fitted on, of every so manieth neuron
     (NEURONS of them), taken as if of all. `act`: the source's activation."""
     step = max(1, len(neurons.up) // NEURONS)
-    part: dict[str, Any] = {
-        n: None if t is None else t[::step] for n in _BY_NEURON for t in [getattr(neurons, n)]
-    }
-    part["down"] = neurons.down[:, ::step].contiguous()
-    some = dataclasses.replace(neurons, **part, down_bias=None)
+    some = dataclasses.replace(neurons.pick(slice(None, None, step)), down_bias=None)
+    some.down = some.down.contiguous()
     source = dataclasses.replace(some, rule="plain", act=act)
     z = rows.z[:: max(1, len(rows.z) // COST_ROWS)].float()
     weight = None if rows.weight is None else rows.weight[:: max(1, len(rows.z) // COST_ROWS)]
@@ -323,9 +353,6 @@ def cost(
     size = (own.y.square().mean(1) * (1 if weight is None else weight)).mean().item() * step
     fitted = (ridge(thresholded(some, own, level), own, bias=True, rank=rank) for level in levels)
     return [size * error(n, own, own.fitted) for n in fitted]
-
-
-_BY_NEURON = ("gate", "up", "gate_bias", "up_bias")
 
 
 def allocate(
@@ -370,8 +397,8 @@ def rounded(neurons: Neurons, dtype: str) -> Neurons:
 
 
 def ridge(
-    neurons: Neurons, rows: Rows, *, damping: float = DAMPING, bias: bool = False, rank: int = 0
-) -> Neurons:
+    neurons: N, rows: Rows, *, damping: float = DAMPING, bias: bool = False, rank: int = 0
+) -> N:
     """`neurons` with `down` refitted on the rows, its bias where the architecture can hold one, and
     a bypass of this rank.
 

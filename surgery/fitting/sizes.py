@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+SAMPLED = 2**23  # products that the neurons of a carved MLP are grouped by
 BLOCK = 11_008  # neurons that are fitted together: a Gram matrix of 485 MB in fp32
 
 

@@ -6,6 +6,7 @@ from surgery.checkpoint import Checkpoint, Step
 from surgery.checkpoint.edit import config_with, float_tensors
 from surgery.checkpoint.tensors import DTYPES, FLOATS
 from surgery.errors import UsageError
+from surgery.operations.operation import Operation
 
 NAMES = {torch_name: dtype for dtype, (_, torch_name) in DTYPES.items() if dtype in FLOATS}
 SHORT = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"}
@@ -32,3 +33,13 @@ def cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         config |= {"dtype": field, "torch_dtype": field}
     step = Step(operation="cast", parameters={"dtype": field}, exact=exact, layers=())
     return checkpoint.replace(step=step, config=config, tensors=tensors)
+
+
+OPERATION = Operation(
+    name="cast",
+    function=cast,
+    summary="Store the weights in another dtype.",
+    done=lambda p, where: f"the weights are stored in {p['dtype']}",
+    why="The weights are stored in another dtype.",
+    suffix=lambda p: str(p["dtype"]),
+)

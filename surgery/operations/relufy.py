@@ -1,13 +1,12 @@
-"""Relufication: the MLP's activation becomes one that gives exact zeros, and the MLP is repaired on
-calibration text.
+"""Relufication: the MLP's activation becomes one that gives exact zeros, and the MLP is repaired.
 
 The published way (ReLU Strikes Back, Mirzadeh et al. 2023, arXiv 2310.04564) swaps the activation
 and trains for billions of tokens. The swap alone ruins a SiLU or GELU model; a refit of `down_proj`
-(repair.py) brings most of it back.
+on calibration text (fitting/repair.py) brings most of it back.
 
 What stock transformers can compute is written as a stock model: ReLU and ReLU² are a config field,
-shifted ReLU is ReLU with a bias of the gate where the family has one. Everything else travels with
-its code (surgery/blocks).
+shifted ReLU is ReLU with a bias of the gate where the family has one. Everything else is a
+custom-code block (blocks/sparse_mlp.py).
 """
 
 from __future__ import annotations
@@ -18,126 +17,149 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surgery.blocks import block_config
-from surgery.blocks.custom_code import with_blocks
-from surgery.blocks.preconditions import bypass_rank, require_plain, require_whole
+from surgery.blocks.custom_code import NEEDS_TRUST, with_blocks
+from surgery.blocks.preconditions import (
+    bypass_rank,
+    chosen_layers,
+    require_plain,
+    require_whole,
+)
+from surgery.blocks.rules import ACTIVATIONS, RELU_STRIKES_BACK, Activation
 from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, LazyTensor, Progress, Step, Work, constant
 from surgery.checkpoint.edit import config_with
+from surgery.checkpoint.work import identity
 from surgery.errors import SurgeryError, UsageError
-from surgery.families import Blocks, Mlp, locate
+from surgery.families import Blocks, locate
 from surgery.fitting.sizes import fit_nbytes
+from surgery.operations.operation import Operation, Parameters, bypass_phrase, hyphenated
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from surgery.calibration.data import Sample
-    from surgery.calibration.walk import Layer, Walk
+    from surgery.calibration.install import Fitting
+    from surgery.calibration.walk import Layer
     from surgery.fitting.repair import Neurons, Rows
 
 REPAIRS = ("none", "ridge", "reconstruct")
 ALLOCATIONS = ("uniform", "greedy")
-LEVELS = (
-    0.3,
-    0.4,
-    0.5,
-    0.55,
-    0.6,
-    0.65,
-    0.7,
-    0.75,
-    0.8,
-    0.85,
-    0.9,
-    0.95,
-)  # sparsities that a layer may be given
+LEVELS = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)  # a layer's sparsity
 ALLOCATION_TOKENS = 8192
+COPIES = {"none": 1, "ridge": 2, "reconstruct": 5}  # of a layer in fp32, that a repair holds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Swap:
-    """A published activation: a rule of surgery/blocks/sparse_mlp.py, and the function in it ("":
-    the source's own).
-    """
+class Options:
+    """What `relufy` is asked for; its docstring explains each."""
 
-    rule: str
-    act: str
-    sparsity: float | None = None  # by default; None: what threshold 0 gives
-    paper: str
+    activation: str
+    sparsity: float | None
+    threshold: float | Sequence[float] | None
+    per_neuron: bool
+    allocation: str
+    stage: int
+    repair: str
+    bypass: int | str
+    layers: Collection[int] | None
+    calibration: Calibration
 
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("activation", self.activation, ACTIVATIONS),
+            ("allocation", self.allocation, ALLOCATIONS),
+            ("repair", self.repair, REPAIRS),
+        ):
+            if value not in known:
+                raise UsageError(f"unknown {what} {value!r}", f"one of: {', '.join(known)}")
+        if self.stage not in (1, 2):
+            raise UsageError(f"stage {self.stage}", "ReLU Strikes Back has stages 1 and 2")
+        self._check_thresholds()
 
-ACTIVATIONS: dict[str, Swap] = {
-    "relu": Swap(rule="plain", act="relu", paper="ReLU Strikes Back, arXiv 2310.04564"),
-    "relu2": Swap(rule="plain", act="relu2", paper="Primer, arXiv 2109.08668"),
-    "shifted": Swap(
-        rule="shifted", act="relu", sparsity=0.8, paper="ReLU Strikes Back, arXiv 2310.04564"
-    ),
-    "fatrelu": Swap(rule="fatrelu", act="relu", sparsity=0.8, paper="ProSparse, arXiv 2402.13516"),
-    "drelu": Swap(rule="drelu", act="relu", paper="TurboSparse, arXiv 2406.05955"),
-    "cats": Swap(rule="cats", act="", sparsity=0.65, paper="CATS, arXiv 2404.08763"),
-    "teal": Swap(rule="teal", act="", sparsity=0.7, paper="TEAL, arXiv 2408.14690"),
-}
+    def _check_thresholds(self) -> None:
+        sparsity, threshold = self.sparsity, self.threshold
+        if sparsity is not None and threshold is not None:
+            both = f"both a sparsity ({sparsity}) and a threshold ({threshold})"
+            raise UsageError(both, "give one of them")
+        if sparsity is not None and not 0 < sparsity < 1:
+            raise UsageError(f"a sparsity of {sparsity}", "give the fraction of zeros, like 0.8")
+        chosen = sparsity is not None or threshold is not None or self.per_neuron
+        if self.swap.how.plain and chosen:
+            raise UsageError(
+                f"{self.activation} has no threshold to choose",
+                "take --activation shifted or fatrelu for a sparsity",
+            )
+
+    @property
+    def swap(self) -> Activation:
+        return ACTIVATIONS[self.activation]
+
+    @property
+    def wanted(self) -> float | None:
+        """The sparsity that thresholds are chosen for, None where they are given or there is none."""
+        if self.threshold is None and self.sparsity is None:
+            return self.swap.sparsity
+        return self.sparsity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What is to be done, checked: the same for every layer."""
+    """What is to be done, checked against the checkpoint: the same for every layer."""
 
     blocks: Blocks
-    swap: Swap
-    act: str
+    options: Options
     layers: tuple[int, ...]
+    rank: int  # of the bypass
     native: bool  # stock transformers can compute it
     shifts: bool  # natively, by a bias of the gate
-    sparsity: float | None
     fixed: Mapping[int, float]  # the threshold of each layer, 0 where it is chosen on data
-    per_neuron: bool
-    allocation: str
-    source_act: str
-    norms: tuple[str, ...]  # followed by a ReLU
-    repair: str
-    bypass: int  # its rank
-    calibration: Calibration
+
+    @property
+    def act(self) -> str:
+        """The function in the rule, a name of ACT2FN."""
+        return self.options.swap.act or self.blocks.activation
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The norms that a ReLU follows, by path in a decoder layer."""
+        return self.blocks.family.pre_norms if self.options.stage == 2 else ()
 
     @property
     def thresholds(self) -> tuple[str, ...]:
-        """The thresholds that a layer has."""
-        return {"plain": (), "drelu": ("threshold", "threshold_up")}.get(
-            self.swap.rule, ("threshold",)
-        )
+        return self.options.swap.how.thresholds
 
     @property
     def needs_data(self) -> bool:
-        return self.repair != "none" or (bool(self.thresholds) and self.sparsity is not None)
+        chooses = bool(self.thresholds) and self.options.wanted is not None
+        return self.options.repair != "none" or chooses
 
     @property
     def turns(self) -> bool:
-        """Whether neurons may take the other sign, which is free and decides what a ReLU of `up`
-        keeps.
-        """
-        return self.swap.rule == "drelu" and self.repair != "none"
+        """Whether neurons may take the other sign, which is free and decides what a ReLU of `up` keeps."""
+        return self.options.swap.how.cuts == "both" and self.options.repair != "none"
 
     @property
     def fitted(self) -> tuple[str, ...]:
         """The parts of an MLP that the repair changes."""
         gate = ("gate",) if self.blocks.family.gated else ()
         ridge = ("up", "down") if self.turns else ("down",)
-        return {"none": (), "ridge": ridge, "reconstruct": (*gate, "up", "down")}[self.repair]
+        found = {"none": (), "ridge": ridge, "reconstruct": (*gate, "up", "down")}
+        return found[self.options.repair]
 
     @property
     def biased(self) -> bool:
         """Whether the repair also fits a bias of the output."""
-        return self.repair != "none" and not (self.native and not self.shifts)
+        return self.options.repair != "none" and not (self.native and not self.shifts)
 
     @property
     def entry(self) -> dict[str, Any]:
+        """The `surgery_blocks` entry of the layers. Raises SurgeryError where no block fits."""
         return block_config.sparse_entry(
             self.blocks.family,
             self.layers,
-            rule=self.swap.rule,
+            rule=self.options.swap.rule,
             activation=self.act,
-            per_neuron=self.per_neuron,
+            per_neuron=self.options.per_neuron,
             correction=self.biased,
-            bypass=self.bypass,
+            bypass=self.rank,
             relu_after=self.norms,
         )
 
@@ -156,157 +178,132 @@ def relufy(
     layers: Collection[int] | None = None,
     calibration: Calibration | Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """The model with another activation in its MLPs.
+    """Return the model with another activation in its MLPs.
 
     Args:
-        activation: a key of ACTIVATIONS.
+        activation: a key of ACTIVATIONS (blocks/rules.py).
         sparsity: the fraction of exact zeros that thresholds are chosen for, on the calibration
             text, layer by layer.
         threshold: instead, one for all layers or one for each that is converted, in their order (of
-            the gate; "cats": of |act(gate)|; "teal": of |product|). `analysis.stored` has those of
-            a source that was analysed.
-        per_neuron: a threshold for each neuron instead of one for each layer.
+            the gate; "cats": of |act(gate)|; "teal": of |product|).
+            `surgery.analysis.saved_thresholds` has those of a source that was analysed.
+        per_neuron: choose a threshold for each neuron instead of one for each layer.
         allocation: "uniform": `sparsity` in every layer; "greedy": on average, and more of it where
             it costs least.
         stage: 2 puts a ReLU after the norms that attention and the MLP read, too.
         repair: "none", "ridge" (refit down_proj in closed form) or "reconstruct" (optimise gate, up
             and down as well).
         bypass: the rank of a linear map from the MLP's input to its output that the repair fits as
-            well, or "full". Read for every token, and with code.
+            well, or "full". It is read for every token, and is computed by custom code.
         layers: default all.
         calibration: what the thresholds and the repair are fitted on; see `Calibration`.
 
     Raises SurgeryError where the activation is already that, or the family cannot have it.
+
+    Example:
+        >>> source = surgery.open("meta-llama/Llama-2-7b-hf")
+        >>> output = surgery.relufy(source, activation="shifted", sparsity=0.8)
     """
-    job = _check(
-        checkpoint,
-        activation,
-        sparsity,
-        threshold,
-        per_neuron,
-        allocation,
-        stage,
-        repair,
-        bypass,
-        layers,
-        Calibration.of(calibration),
+    options = Options(
+        activation=activation,
+        sparsity=sparsity,
+        threshold=threshold,
+        per_neuron=per_neuron,
+        allocation=allocation,
+        stage=stage,
+        repair=repair,
+        bypass=bypass,
+        layers=layers,
+        calibration=Calibration.of(calibration),
     )
-    work = _work(checkpoint, job) if job.needs_data else None
-    parameters: dict[str, Any] = {"activation": activation, "repair": repair}
-    parameters |= {} if job.sparsity is None else {"sparsity": job.sparsity}
-    parameters |= (
-        {}
-        if threshold is None
-        else {"threshold": threshold if isinstance(threshold, float | int) else list(threshold)}
-    )
-    parameters |= {"per_neuron": True} if per_neuron else {}
-    parameters |= {"allocation": allocation} if allocation != "uniform" else {}
-    parameters |= {"stage": 2} if stage == 2 else {}
-    parameters |= {"bypass": job.bypass} if job.bypass else {}
-    parameters |= {} if layers is None else {"layers": list(job.layers)}
-    parameters |= (
-        {"calibration": job.calibration.as_dict()} if work and job.calibration.as_dict() else {}
-    )
-    step = Step(
-        operation="relufy",
-        parameters=parameters,
-        exact=False,
-        layers=job.layers,
-        notes=_notes(job, activation),
-        work=work,
-    )
+    job = _check(checkpoint, options)
+    work = _work(job) if job.needs_data else None
     tensors = dict(checkpoint.tensors)
     for index in job.layers:
         tensors |= _converted(job, index, work)
-    if job.native:
-        return checkpoint.replace(
-            step=step, config=_native_config(checkpoint, job), tensors=tensors
-        )
-    return checkpoint.replace(step=step, tensors=tensors, **with_blocks(checkpoint, [job.entry]))
+    step = Step(
+        operation="relufy",
+        parameters=_parameters(job),
+        exact=False,
+        layers=job.layers,
+        notes=_notes(job),
+        work=work,
+    )
+    changes = _native_changes(job) if job.native else with_blocks(checkpoint, [job.entry])
+    return checkpoint.replace(step=step, tensors=tensors, **changes)
+
+
+def _parameters(job: _Job) -> dict[str, Any]:
+    """Return what makes the same again, without what is as by default."""
+    o = job.options
+    threshold = list(o.threshold) if isinstance(o.threshold, Sequence) else o.threshold
+    given = {
+        "sparsity": o.wanted,
+        "threshold": threshold,
+        "per_neuron": o.per_neuron or None,
+        "allocation": o.allocation if o.allocation != "uniform" else None,
+        "stage": o.stage if o.stage == 2 else None,
+        "bypass": job.rank or None,
+        "layers": None if o.layers is None else list(job.layers),
+        "calibration": (job.needs_data and o.calibration.as_dict()) or None,
+    }
+    kept = {k: v for k, v in given.items() if v is not None}
+    return {"activation": o.activation, "repair": o.repair, **kept}
 
 
 # --- what is asked for ----------------------------------------------------------------------------
 
 
-def _check(
-    checkpoint: Checkpoint,
-    activation: str,
-    sparsity: float | None,
-    threshold: float | Sequence[float] | None,
-    per_neuron: bool,
-    allocation: str,
-    stage: int,
-    repair: str,
-    bypass: int | str,
-    layers: Collection[int] | None,
-    calibration: Calibration,
-) -> _Job:
-    _check_options(activation, sparsity, threshold, per_neuron, allocation, stage, repair)
+def _check(checkpoint: Checkpoint, options: Options) -> _Job:
     require_plain(checkpoint)
-    blocks, swap = locate(checkpoint), ACTIVATIONS[activation]
+    blocks = locate(checkpoint)
     require_whole(blocks)
-    family = blocks.family
-    if family.is_moe and (repair != "none" or swap.rule != "plain"):
-        raise SurgeryError(
-            f"{family.model_type} is a mixture of experts: only relu and relu2 without repair are known for it",
-            "relufy the dense model first, then upcycle; or give --repair none",
-        )
-    if not family.activation_key and swap.rule == "plain" and repair == "none":
-        raise SurgeryError(
-            f"the activation of {family.model_type} is fixed in its code, no config field changes it",
-            "`surgery families` lists where relufy works",
-        )
-    before = blocks.activation
-    if swap.rule == "plain" and before == swap.act and stage == 1:
-        raise SurgeryError(
-            f"the activation of this {family.model_type} is {before} already",
-            "there is nothing to do",
-        )
-    if stage == 2 and not family.pre_norms:
-        raise SurgeryError(
-            f"{family.model_type} has no norm before attention and the MLP", "leave --stage 2 out"
-        )
-    chosen = tuple(sorted(set(range(blocks.count) if layers is None else layers)))
-    if not chosen or chosen[0] < 0 or chosen[-1] >= blocks.count:
-        raise UsageError(
-            f"layers {list(chosen)} of a model with {blocks.count}",
-            f"layers are 0 to {blocks.count - 1}",
-        )
-    rank = bypass_rank(bypass, blocks, repair)
-    whole = (
-        len(chosen) == blocks.count
-        and stage == 1
-        and not rank
-        and not checkpoint.config.get("surgery_blocks")
-    )
-    shifts = whole and swap.rule == "shifted" and bool(family.bias_key) and not blocks.mlp(0).biased
-    native = whole and ((swap.rule == "plain" and bool(family.activation_key)) or shifts)
-    if threshold is None and sparsity is None:
-        sparsity = swap.sparsity
+    _require_possible(blocks, options)
+    chosen = chosen_layers(blocks, options.layers)
+    rank = bypass_rank(options.bypass, blocks, options.repair)
+    every = len(chosen) == blocks.count and not checkpoint.config.get("surgery_blocks")
+    stock = every and options.stage == 1 and not rank
+    family, swap = blocks.family, options.swap
+    biased = bool(family.bias_key) and not blocks.mlp(0).biased
+    shifts = stock and swap.rule == "shifted" and biased
+    native = shifts or (stock and swap.how.plain and bool(family.activation_key))
     job = _Job(
         blocks=blocks,
-        swap=swap,
-        act=swap.act or before,
+        options=options,
         layers=chosen,
+        rank=rank,
         native=native,
         shifts=shifts,
-        sparsity=sparsity,
-        fixed=_fixed(threshold, chosen),
-        per_neuron=per_neuron,
-        allocation=allocation,
-        source_act=before,
-        repair=repair,
-        bypass=rank,
-        calibration=calibration,
-        norms=family.pre_norms if stage == 2 else (),
+        fixed=_fixed(options.threshold, chosen),
     )
     if not native or job.needs_data:
         entry = job.entry  # raises where no block can take the MLP's place
         if not native:
-            block_config.config_changes(
-                checkpoint.config, [entry]
-            )  # raises where no code can go along
+            block_config.config_changes(checkpoint.config, [entry])  # raises where no code can go
     return job
+
+
+def _require_possible(blocks: Blocks, options: Options) -> None:
+    family, swap, plain = blocks.family, options.swap, options.swap.how.plain
+    if family.is_moe and (options.repair != "none" or not plain):
+        raise SurgeryError(
+            f"{family.model_type} is a mixture of experts: only relu and relu2 without repair are known for it",
+            "relufy the dense model first, then upcycle; or give --repair none",
+        )
+    if not family.activation_key and plain and options.repair == "none":
+        raise SurgeryError(
+            f"the activation of {family.model_type} is fixed in its code, no config field changes it",
+            "`surgery families` lists where relufy works",
+        )
+    if plain and blocks.activation == swap.act and options.stage == 1:
+        raise SurgeryError(
+            f"the activation of this {family.model_type} is {swap.act} already",
+            "there is nothing to do",
+        )
+    if options.stage == 2 and not family.pre_norms:
+        raise SurgeryError(
+            f"{family.model_type} has no norm before attention and the MLP", "leave --stage 2 out"
+        )
 
 
 def _fixed(threshold: float | Sequence[float] | None, layers: Sequence[int]) -> dict[int, float]:
@@ -320,55 +317,20 @@ def _fixed(threshold: float | Sequence[float] | None, layers: Sequence[int]) -> 
     return dict(zip(layers, map(float, threshold), strict=True))
 
 
-def _check_options(
-    activation: str,
-    sparsity: float | None,
-    threshold: float | Sequence[float] | None,
-    per_neuron: bool,
-    allocation: str,
-    stage: int,
-    repair: str,
-) -> None:
-    if activation not in ACTIVATIONS:
-        raise UsageError(f"unknown activation {activation!r}", f"one of: {', '.join(ACTIVATIONS)}")
-    if allocation not in ALLOCATIONS:
-        raise UsageError(f"unknown allocation {allocation!r}", f"one of: {', '.join(ALLOCATIONS)}")
-    if repair not in REPAIRS:
-        raise UsageError(f"unknown repair {repair!r}", f"one of: {', '.join(REPAIRS)}")
-    if stage not in (1, 2):
-        raise UsageError(f"stage {stage}", "ReLU Strikes Back has stages 1 and 2")
-    if sparsity is not None and threshold is not None:
-        raise UsageError(
-            f"both a sparsity ({sparsity}) and a threshold ({threshold})", "give one of them"
-        )
-    if sparsity is not None and not 0 < sparsity < 1:
-        raise UsageError(f"a sparsity of {sparsity}", "give the fraction of zeros, like 0.8")
-    if ACTIVATIONS[activation].rule == "plain" and (
-        sparsity is not None or threshold is not None or per_neuron
-    ):
-        raise UsageError(
-            f"{activation} has no threshold to choose",
-            "take --activation shifted or fatrelu for a sparsity",
-        )
-
-
-def _notes(job: _Job, activation: str) -> tuple[str, ...]:
+def _notes(job: _Job) -> tuple[str, ...]:
     weights = {
         "none": "the weights are the source's own, so quality drops until it is trained",
         "ridge": "down_proj was refitted on calibration text",
         "reconstruct": "gate, up and down were optimised on calibration text",
-    }[job.repair]
-    notes = [f"{job.source_act} became {activation}; {weights}"]
+    }[job.options.repair]
+    notes = [f"{job.blocks.activation} became {job.options.activation}; {weights}"]
     if job.native and not job.shifts:
         notes.append(
             "runtimes that hard-code the activation (llama.cpp, vLLM for llama and qwen) ignore this field or refuse it"
         )
     elif not job.native:
-        notes.append(
-            "loads with trust_remote_code=True: stock transformers cannot compute it, its code goes along; "
-            "other runtimes (llama.cpp, vLLM) cannot run it"
-        )
-    if job.repair != "none" and not job.bypass:
+        notes.append(NEEDS_TRUST)
+    if job.options.repair != "none" and not job.rank:
         notes.append(
             "--bypass full repairs much more: a linear map beside the MLP, whose code travels with the checkpoint"
         )
@@ -378,42 +340,36 @@ def _notes(job: _Job, activation: str) -> tuple[str, ...]:
 # --- what is planned ------------------------------------------------------------------------------
 
 
-def _native_config(checkpoint: Checkpoint, job: _Job) -> dict[str, Any]:
+def _native_changes(job: _Job) -> dict[str, Any]:
     family = job.blocks.family
     changes: dict[str, Any] = {family.activation_key: job.act}
-    return config_with(checkpoint, changes | ({str(family.bias_key): True} if job.shifts else {}))
+    changes |= {str(family.bias_key): True} if job.shifts else {}
+    return {"config": config_with(job.blocks.checkpoint, changes)}
 
 
 def _converted(job: _Job, index: int, work: Work | None) -> dict[str, LazyTensor]:
-    """The tensors of a layer's MLP that differ from the source's."""
+    """Return the tensors of a layer's MLP that differ from the source's."""
     if work is None and job.native and not job.shifts:
         return {}
     blocks, mlp = job.blocks, job.blocks.mlp(index)
+    hidden, width = mlp.down.shape
 
     def made(name: str, dtype: str, shape: tuple[int, ...], otherwise: float) -> LazyTensor:
-        return (
-            work.promise(f"{index}.{name}", dtype, shape)
-            if work
-            else constant(otherwise, shape, dtype)
-        )
+        if work is None:
+            return constant(otherwise, shape, dtype)
+        return work.promise(f"{index}.{name}", dtype, shape)
 
     fitted: dict[str, Any] = {
         part: made(part, t.dtype, t.shape, 0) for part in job.fitted if (t := getattr(mlp, part))
     }
-    mlp = dataclasses.replace(mlp, **fitted)
-    hidden, width = mlp.down.shape
     if job.shifts:
-        mlp = dataclasses.replace(
-            mlp,
-            gate_bias=made("gate_bias", mlp.up.dtype, (width,), -job.fixed[index]),
-            up_bias=made("up_bias", mlp.up.dtype, (width,), 0)
-            if "up" in job.fitted
-            else constant(0.0, (width,), mlp.up.dtype),
-            down_bias=made("correction", mlp.up.dtype, (hidden,), 0)
-            if job.biased
-            else constant(0.0, (hidden,), mlp.up.dtype),
-        )
-    out = blocks.restored(index, mlp) if fitted or job.shifts else {}
+        dtype, zeros = mlp.up.dtype, constant(0.0, (width,), mlp.up.dtype)
+        fitted["gate_bias"] = made("gate_bias", dtype, (width,), -job.fixed[index])
+        moves = "up" in job.fitted
+        fitted["up_bias"] = made("up_bias", dtype, (width,), 0) if moves else zeros
+        correction = constant(0.0, (hidden,), dtype)
+        fitted["down_bias"] = made("correction", dtype, (hidden,), 0) if job.biased else correction
+    out = blocks.restored(index, dataclasses.replace(mlp, **fitted)) if fitted else {}
     if not job.native:
         for path, shape in block_config.sparse_tensors(job.entry, hidden, width).items():
             name = path.rpartition(".")[2]
@@ -422,17 +378,16 @@ def _converted(job: _Job, index: int, work: Work | None) -> dict[str, LazyTensor
     return out
 
 
-def _work(checkpoint: Checkpoint, job: _Job) -> Work:
-    parts = dataclasses.asdict(dataclasses.replace(job, blocks=None, calibration=None))  # type: ignore[arg-type]
-    source = "\n".join(f"{n} {t.identity()}" for n, t in sorted(checkpoint.tensors.items()))
+def _work(job: _Job) -> Work:
+    checkpoint, calibration = job.blocks.checkpoint, job.options.calibration
+    parts = dataclasses.asdict(dataclasses.replace(job.options, calibration=None))  # type: ignore[arg-type]
     hidden, width = job.blocks.mlp(0).down.shape
-    tokens = job.calibration.tokens
     layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(0))
-    copies = {"none": 1, "ridge": 2, "reconstruct": 5}[job.repair]
-    peak = layer * copies + 3 * 4 * tokens * hidden + fit_nbytes(hidden, width, job.bypass)
+    streams = 3 * 4 * calibration.tokens * hidden
+    peak = layer * COPIES[job.options.repair] + streams + fit_nbytes(hidden, width, job.rank)
     return Work(
-        f"relufy {parts} {job.calibration.identity}\n{source}",
-        lambda work, progress: _calibrate(checkpoint, job, work, progress),
+        identity("relufy", checkpoint, parts, calibration.identity),
+        lambda work, progress: _calibrate(job, work, progress),
         total=max(job.layers) + 1,
         peak_memory=peak,
     )
@@ -441,166 +396,154 @@ def _work(checkpoint: Checkpoint, job: _Job) -> Work:
 # --- what is computed -----------------------------------------------------------------------------
 
 
-def _calibrate(checkpoint: Checkpoint, job: _Job, work: Work, progress: Progress) -> None:
+def _calibrate(job: _Job, work: Work, progress: Progress) -> None:
     """Walk the model, converting each layer on what the converted ones before it give."""
-    from surgery.calibration.install import convert_layers
+    from surgery.calibration.install import fit_layers
 
     def first(sample: Sample) -> None:
-        if (
-            job.allocation == "greedy"
-            and job.sparsity is not None
-            and "allocation" not in work.report
-        ):
-            work.note("allocation", _allocate(checkpoint, job, sample))
+        greedy = job.options.allocation == "greedy" and job.options.wanted is not None
+        if greedy and "allocation" not in work.report:
+            work.note("allocation", _allocate(job, sample))
 
-    convert_layers(
-        checkpoint,
-        job.calibration,
+    fit_layers(
+        job.blocks,
+        job.options.calibration,
         job.layers,
         work,
         progress,
+        fit=lambda fitting: _fit(job, fitting, work),
         first=first,
-        fit=lambda layer, sample, source: _fit(layer, job, sample, source, work),
-        install=lambda layer, walk: _install(layer, job, walk, work),
     )
 
 
-def _allocate(checkpoint: Checkpoint, job: _Job, sample: Sample) -> dict[str, float]:
-    """A sparsity for each layer, by a walk of the source over the first tokens of the sample."""
-    from surgery.calibration.install import observe
+def _allocate(job: _Job, sample: Sample) -> dict[str, float]:
+    """Return a sparsity for each layer, by a walk of the source over the first tokens."""
+    from surgery.calibration.install import costs_of_layers
     from surgery.fitting import repair
 
-    first = dataclasses.replace(
-        sample, input_ids=sample.input_ids[: max(1, ALLOCATION_TOKENS // sample.input_ids.shape[1])]
-    )
-    walk, costs = job.calibration.walk(checkpoint, first.input_ids), {}
-    for layer in walk:
-        if layer.index in job.layers:
-            rows = observe(layer, job.blocks, first, list(layer.outputs()), feedback=0.0)
-            costs[layer.index] = repair.cost(
-                _swapped(layer, job, rows), job.source_act, rows, LEVELS, job.bypass
-            )
-        layer.run()
-    found = repair.allocate(costs, LEVELS, job.sparsity or 0.0)
+    def cost(layer: Layer, rows: Rows) -> list[float]:
+        swapped = _swapped(job, layer.index, layer.device, rows)
+        return repair.cost(swapped, job.blocks.activation, rows, LEVELS, job.rank)
+
+    count = max(1, ALLOCATION_TOKENS // sample.input_ids.shape[1])
+    some = dataclasses.replace(sample, input_ids=sample.input_ids[:count])
+    costs = costs_of_layers(job.blocks, job.options.calibration, some, job.layers, cost)
+    found = repair.allocate(costs, LEVELS, job.options.wanted or 0.0)
     return {str(i): round(s, 4) for i, s in found.items()}
 
 
-def _swapped(layer: Layer, job: _Job, rows: Rows) -> Neurons:
-    """The layer's MLP with the activation that it is to have, thresholds at 0."""
+def _swapped(job: _Job, index: int, device: str, rows: Rows) -> Neurons:
+    """Return the layer's MLP with the activation that it is to have, thresholds at 0."""
     from surgery.fitting import repair
 
-    neurons = repair.Neurons.of(
-        job.blocks.mlp(layer.index), rule=job.swap.rule, act=job.act, device=layer.device
-    )
+    mlp, rule = job.blocks.mlp(index), job.options.swap.rule
+    neurons = repair.Neurons.of(mlp, rule=rule, act=job.act, device=device)
     return repair.turned(neurons, rows) if job.turns else neurons
 
 
-def _fit(layer: Layer, job: _Job, sample: Sample, source: Sequence[Tensor], work: Work) -> None:
+def _fit(job: _Job, fitting: Fitting, work: Work) -> None:
     """Choose the thresholds of a layer and repair it."""
-    from surgery.calibration.install import observe
     from surgery.fitting import repair
-    from surgery.fitting.reconstruct import reconstruct
 
-    index = layer.index
-    rows = observe(layer, job.blocks, sample, source)
-    neurons = _swapped(layer, job, rows)
-    sparsity = work.report.get("allocation", {}).get(str(index), job.sparsity)
-    if sparsity is not None:
-        neurons = repair.thresholded(neurons, rows, sparsity, job.per_neuron)
-    elif job.thresholds:
-        neurons = dataclasses.replace(
-            neurons, **{n: neurons.up.new_full((1,), job.fixed[index]) for n in job.thresholds}
-        )
-    if job.shifts:
-        neurons = repair.rounded(neurons, job.blocks.mlp(index).up.dtype)
-    before = repair.error(neurons, rows, rows.fitted)
-    fitted = neurons
-    if job.repair == "ridge":
-        fitted = repair.ridge(neurons, rows, bias=job.biased, rank=job.bypass)
-    elif job.repair == "reconstruct":
-        fitted = reconstruct(
-            neurons,
-            rows,
-            sparsity=sparsity,
-            per_neuron=job.per_neuron,
-            bias=job.biased,
-            biases=job.shifts,
-            rank=job.bypass,
-        )
-    after = repair.error(fitted, rows, rows.fitted)
-    if after > before:  # on rows that were not fitted on: a repair that makes it worse is none
-        fitted, after = neurons, before
-    work.note(
-        str(index),
-        repair.figures(
-            error=before, repaired=after, zeros=repair.sparsity(fitted, rows, rows.fitted)
-        ),
-    )
-    _keep(work, job, index, fitted)
-
-
-def _keep(work: Work, job: _Job, index: int, neurons: Neurons) -> None:
-    """Put what was promised of a layer."""
-    values = {
-        "gate": neurons.gate,
-        "up": neurons.up,
-        "down": neurons.down,
-        "threshold": neurons.threshold,
-        "threshold_up": neurons.threshold_up,
-    }
-    values["correction"] = (
-        neurons.up.new_zeros(len(neurons.down))
-        if neurons.correction is None
-        else neurons.correction
-    )
-    values |= neurons.bypass(job.bypass)
-    values["up_bias"] = (
-        neurons.up.new_zeros(len(neurons.up)) if neurons.up_bias is None else neurons.up_bias
-    )
-    if neurons.threshold is not None:
-        values["gate_bias"] = (
-            0 if neurons.gate_bias is None else neurons.gate_bias
-        ) - neurons.threshold.expand(len(neurons.up))
-    for name, value in values.items():
+    rows, index = fitting.rows, fitting.index
+    sparsity = work.report.get("allocation", {}).get(str(index), job.options.wanted)
+    neurons = _swapped(job, index, fitting.layer.device, rows)
+    neurons = _thresholded(job, index, neurons, rows, sparsity)
+    fitted, errors = repair.better(neurons, _repaired(job, neurons, rows, sparsity), rows)
+    zeros = repair.sparsity(fitted, rows, rows.fitted)
+    work.note(str(index), repair.figures(**errors, zeros=zeros))
+    for name, value in _kept(job, fitted).items():
         if value is not None and work.promised(f"{index}.{name}"):
             work.put(f"{index}.{name}", value)
 
 
-def _install(layer: Layer, job: _Job, walk: Walk, work: Work) -> None:
-    """Put the converted MLP into the layer, as it will be on the disk."""
-    import torch
+def _thresholded(
+    job: _Job, index: int, neurons: Neurons, rows: Rows, sparsity: float | None
+) -> Neurons:
+    """Return the neurons with their thresholds, rounded as they will be on the disk."""
+    from surgery.fitting import repair
 
-    from surgery.blocks.sparse_mlp import SparseMLP
+    if sparsity is not None:
+        neurons = repair.thresholded(neurons, rows, sparsity, job.options.per_neuron)
+    elif job.thresholds:
+        fixed = neurons.up.new_full((1,), job.fixed[index])
+        neurons = dataclasses.replace(neurons, **dict.fromkeys(job.thresholds, fixed))
+    return repair.rounded(neurons, job.blocks.mlp(index).up.dtype) if job.shifts else neurons
 
-    family, index = job.blocks.family, layer.index
-    entry = job.entry
-    block = SparseMLP(getattr(layer.module, family.mlp), entry)
-    for name in job.thresholds:
-        source = f"{index}.{name}" if work.promised(f"{index}.{name}") else f"{index}.gate_bias"
-        value = (
-            work.get(source).float() if work.promised(source) else torch.tensor([job.fixed[index]])
+
+def _repaired(job: _Job, neurons: Neurons, rows: Rows, sparsity: float | None) -> Neurons:
+    from surgery.fitting.reconstruct import reconstruct
+    from surgery.fitting.repair import ridge
+
+    if job.options.repair == "ridge":
+        return ridge(neurons, rows, bias=job.biased, rank=job.rank)
+    if job.options.repair == "reconstruct":
+        return reconstruct(
+            neurons,
+            rows,
+            sparsity=sparsity,
+            per_neuron=job.options.per_neuron,
+            bias=job.biased,
+            biases=job.shifts,
+            rank=job.rank,
         )
-        setattr(block, name, (-value if source.endswith("bias") else value).to(layer.device))
-    for name in ("correction", "bypass_in", "bypass_out"):
-        if getattr(block, name) is not None:
-            value = work.get(f"{index}.{name}").to(layer.device, walk.dtype)
-            setattr(block, name, torch.nn.Parameter(value, requires_grad=False))
-    if work.promised(f"{index}.up_bias"):
-        bias = work.get(f"{index}.up_bias").to(layer.device, walk.dtype)
-        block.get_submodule(entry["up"]).bias = torch.nn.Parameter(bias, requires_grad=False)
-    setattr(layer.module, family.mlp, block)
-    for norm in job.norms:
-        layer.module.get_submodule(norm).register_forward_hook(
-            lambda module, inputs, output: torch.relu(output)
-        )
-    fitted: dict[str, Any] = {part: work.lazy(f"{index}.{part}") for part in job.fitted}
-    mlp = dataclasses.replace(job.blocks.mlp(index), **fitted)
-    for path, tensor in job.blocks.restored(index, _weights(mlp)).items():
-        weight = layer.module.get_submodule(
-            path.removeprefix(job.blocks.layer(index)).rpartition(".")[0]
-        ).weight
-        weight.data.copy_(tensor.read())
+    return neurons
 
 
-def _weights(mlp: Mlp) -> Mlp:
-    return dataclasses.replace(mlp, gate_bias=None, up_bias=None, down_bias=None)
+def _kept(job: _Job, neurons: Neurons) -> dict[str, Any]:
+    """Return what may have been promised of a layer, by name."""
+    width, zeros = len(neurons.up), neurons.up.new_zeros
+    found = {name: getattr(neurons, name) for name in ("gate", "up", "down", *job.thresholds)}
+    correction, up_bias = neurons.correction, neurons.up_bias
+    found["correction"] = zeros(len(neurons.down)) if correction is None else correction
+    found["up_bias"] = zeros(width) if up_bias is None else up_bias
+    if neurons.threshold is not None:
+        before = 0 if neurons.gate_bias is None else neurons.gate_bias
+        found["gate_bias"] = before - neurons.threshold.expand(width)
+    return found | neurons.bypass(job.rank)
+
+
+# --- the record -----------------------------------------------------------------------------------
+
+
+def _done(p: Parameters, where: str) -> str:
+    zeros = f" at {p['sparsity']:.0%} zeros" if p.get("sparsity") else ""
+    repair = {
+        "ridge": ", down_proj refitted to what it should give",
+        "reconstruct": ", gate, up and down optimised",
+    }.get(str(p.get("repair")), ", nothing was repaired")
+    return f"{where} got the activation {p['activation']}{zeros}{bypass_phrase(p)}{repair}"
+
+
+def _suffix(p: Parameters) -> str:
+    percent = f"{p['sparsity'] * 100:g}" if "sparsity" in p else ""
+    repair = "" if p["repair"] == "none" else p["repair"]
+    bypass = f"bypass{p['bypass']}" if p.get("bypass") else ""
+    return hyphenated(p["activation"], percent, repair, bypass)
+
+
+def _beside(source: Checkpoint, output: Checkpoint, p: Parameters) -> dict[str, Checkpoint]:
+    """Return the change without its repair."""
+    from surgery.proof.quality import plain_swap
+
+    if p.get("repair") == "none":
+        return {}
+    return {"swap without repair": plain_swap(source, output)}
+
+
+OPERATION = Operation(
+    name="relufy",
+    function=relufy,
+    summary="Make the MLPs sparse: ReLU and kin, repaired.",
+    done=_done,
+    why="With an activation that gives exact zeros, most neurons of a token need no rows of up_proj and "
+    "down_proj: what is zero need not be read, and reading weights is what decoding spends its time on.",
+    limits="It was not trained after the conversion, and is worse than its source, more so outside the "
+    "domains that it was calibrated on. Zeros save time only in a runtime that skips them.",
+    suffix=_suffix,
+    papers=lambda p: list(dict.fromkeys([RELU_STRIKES_BACK, ACTIVATIONS[p["activation"]].paper])),
+    tags=("activation-sparsity", "relufication"),
+    blocks=("sparse",),
+    beside=_beside,
+    makes_zeros=True,
+)

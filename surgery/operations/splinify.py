@@ -10,14 +10,17 @@ surgery/blocks/spline_mlp.py.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surgery.blocks import block_config
-from surgery.blocks.custom_code import with_blocks, with_gathered_mlps
+from surgery.blocks.custom_code import NEEDS_TRUST, with_blocks, with_gathered_mlps
+from surgery.blocks.paper import Paper
 from surgery.blocks.preconditions import chosen_layers, require_whole
 from surgery.checkpoint import Checkpoint, LazyTensor, Step, constant, derive
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, locate
+from surgery.operations.operation import Operation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +28,35 @@ if TYPE_CHECKING:
 GRIDS = {"spline": 32, "rational": 32, "linear": 512}  # cells, by kind
 FAR = 1e4  # where an activation goes on straight
 CELLS = (4, 4096)  # least and most of a grid
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """What is to be done, checked: `rows` functions for a layer, on `grid` cells over ±`range`."""
+
+    blocks: Blocks
+    layers: tuple[int, ...]
+    kind: str
+    grid: int
+    range: float
+    rows: int
+
+    @property
+    def exact(self) -> bool:
+        """Whether the new function is added to the activation, and begins at zero."""
+        return self.kind != "linear"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of a layer's coefficients."""
+        return self.rows, {"spline": self.grid - 3, "linear": self.grid + 1}.get(self.kind, 10)
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The `surgery_blocks` entry of the layers."""
+        spec = {"function": self.kind, "grid": self.grid, "range": self.range, "groups": self.rows}
+        slopes = {} if self.exact else {"slopes": _slopes(self.blocks.activation)}
+        return block_config.entry(self.blocks.family, "spline", self.layers, **spec, **slopes)
 
 
 def splinify(
@@ -36,8 +68,9 @@ def splinify(
     groups: str | int | None = None,
     layers: Collection[int] | None = None,
 ) -> Checkpoint:
-    """The model with a learnable activation, which computes what it did (but for the "linear" one,
-    nearly).
+    """Return the model with a learnable activation, which computes what it did.
+
+    Straight lines ("linear") compute it nearly, the other kinds exactly.
 
     Args:
         kind: "spline" (cubic), "rational" (5 over 4), or "linear" (straight lines between knots on
@@ -49,55 +82,58 @@ def splinify(
         layers: default all.
 
     Raises SurgeryError for a mixture of experts, or where a layer was operated on already.
+
+    Example:
+        >>> source = surgery.open("meta-llama/Llama-2-7b-hf")
+        >>> output = surgery.splinify(source, groups="layer")
     """
+    checkpoint = with_gathered_mlps(checkpoint)
     grid = GRIDS.get(kind, 0) if grid is None else grid
     groups = groups or ("layer" if kind == "linear" else "channel")
-    checkpoint = with_gathered_mlps(checkpoint)
     blocks = _check(checkpoint, kind, grid, range, layers)
     chosen = chosen_layers(blocks, layers)
-    width = blocks.mlp(chosen[0]).width
-    rows = (
-        {"channel": width, "layer": 1}[groups]
-        if isinstance(groups, str) and groups in ("channel", "layer")
-        else groups
+    rows = _rows(groups, blocks.mlp(chosen[0]).width)
+    job = _Job(blocks=blocks, layers=chosen, kind=kind, grid=grid, range=range, rows=rows)
+    dtype, act = blocks.mlp(chosen[0]).down.dtype, blocks.activation
+    made = constant(0.0, job.shape, dtype) if job.exact else _knots(act, range, job.shape)
+    added = {f"{blocks.layer(i)}{blocks.family.mlp}.coefficients": made for i in chosen}
+    parameters = {"kind": kind, "grid": grid, "range": range, "groups": groups}
+    step = Step(
+        operation="splinify",
+        parameters=parameters | ({} if layers is None else {"layers": list(chosen)}),
+        exact=job.exact,
+        layers=chosen,
+        notes=_notes(job),
     )
-    if not isinstance(rows, int) or rows < 1 or width % rows:
+    changes = with_blocks(checkpoint, [job.entry])
+    return checkpoint.replace(step=step, tensors={**checkpoint.tensors, **added}, **changes)
+
+
+def _rows(groups: str | int, width: int) -> int:
+    """Return how many functions a layer of this width has."""
+    named = {"channel": width, "layer": 1}
+    rows = named.get(groups) if isinstance(groups, str) else groups
+    if rows is None or rows < 1 or width % rows:
         raise UsageError(
             f"{groups} groups of {width} channels",
             f"give channel, layer, or a number that divides {width}",
         )
-    spec: dict[str, Any] = {"function": kind, "grid": grid, "range": range, "groups": rows}
-    act = blocks.activation
-    exact = kind != "linear"
-    spec |= {} if exact else {"slopes": _slopes(act)}
-    changes = with_blocks(checkpoint, [block_config.entry(blocks.family, "spline", chosen, **spec)])
-    shape = rows, {"spline": grid - 3, "linear": grid + 1}.get(kind, 10)
-    made = (
-        constant(0.0, shape, blocks.mlp(chosen[0]).down.dtype)
-        if exact
-        else _knots(act, range, shape)
-    )
-    added = {f"{blocks.layer(i)}{blocks.family.mlp}.coefficients": made for i in chosen}
-    parameters = {"kind": kind, "grid": grid, "range": range, "groups": groups} | (
-        {} if layers is None else {"layers": list(chosen)}
-    )
-    said = (
-        "all zero: the same function until they are trained"
-        if exact
-        else f"{act} at the knots of straight lines: nearly the same function"
-    )
-    notes = (
-        f"{len(chosen) * shape[0] * shape[1]:,} coefficients were added, {said}",
-        "loads with trust_remote_code=True: its code goes along; other runtimes (llama.cpp, vLLM) cannot run it",
-    )
-    step = Step(
-        operation="splinify", parameters=parameters, exact=exact, layers=chosen, notes=notes
-    )
-    return checkpoint.replace(step=step, tensors={**checkpoint.tensors, **added}, **changes)
+    return rows
+
+
+def _notes(job: _Job) -> tuple[str, ...]:
+    zero = "all zero: the same function until they are trained"
+    near = f"{job.blocks.activation} at the knots of straight lines: nearly the same function"
+    count = len(job.layers) * job.shape[0] * job.shape[1]
+    return (f"{count:,} coefficients were added, {zero if job.exact else near}", NEEDS_TRUST)
 
 
 def _check(
-    checkpoint: Checkpoint, kind: str, grid: int, range: float, layers: Collection[int] | None
+    checkpoint: Checkpoint,
+    kind: str,
+    grid: int,
+    range: float,
+    layers: Collection[int] | None,
 ) -> Blocks:
     if kind not in GRIDS:
         raise UsageError(f"unknown kind {kind!r}", f"one of: {', '.join(GRIDS)}")
@@ -107,8 +143,9 @@ def _check(
         raise UsageError(f"a range of {range}", "give what the grid reaches to, like 8")
     blocks = locate(checkpoint)
     require_whole(blocks)
+    chosen = set(chosen_layers(blocks, layers))
     for entry in block_config.changed(checkpoint.config):
-        if both := sorted(set(entry["layers"]) & set(chosen_layers(blocks, layers))):
+        if both := sorted(set(entry["layers"]) & chosen):
             raise SurgeryError(
                 f"layer {both[0]} has a {entry['kind']} block, whose activation is its own",
                 "give the model from before that, or leave the layer out",
@@ -140,3 +177,20 @@ def _slopes(act: str) -> list[float]:
     if (far - 2 * near).abs().max() > 1:
         raise UsageError(f"{act} does not go on straight", "take --kind spline or rational")
     return [round(s, 6) + 0.0 for s in slopes.tolist()]
+
+
+KAN = Paper("2404.19756", "Liu, Ziming", "KAN: Kolmogorov-Arnold Networks", 2024)
+
+OPERATION = Operation(
+    name="splinify",
+    function=splinify,
+    summary="Make the activation learnable, exactly.",
+    done=lambda p, where: f"{where} got a learnable activation ({p.get('kind')})",
+    why="The activation becomes learnable: a function of zeros beside it, or straight lines in its place, "
+    "which training can shape.",
+    limits="It was not trained after the conversion: it gains nothing over its source yet.",
+    suffix=lambda p: "splinify",
+    papers=lambda p: [KAN],
+    tags=("kan",),
+    blocks=("spline",),
+)

@@ -13,10 +13,11 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surgery.blocks import block_config
-from surgery.blocks.custom_code import with_blocks, with_gathered_mlps
+from surgery.blocks.custom_code import NEEDS_TRUST, with_blocks, with_gathered_mlps
+from surgery.blocks.paper import Paper
 from surgery.blocks.preconditions import chosen_layers, require_plain, require_whole
 from surgery.calibration.routers import Beginning, Mixture, router_rows, work_of
 from surgery.calibration.settings import Calibration
@@ -38,6 +39,10 @@ from surgery.fitting.experts import (
     scaled,
     shared_expert,
 )
+from surgery.operations.operation import Operation, Parameters, hyphenated
+
+if TYPE_CHECKING:
+    from surgery.proof.comparison import Check
 
 ATTENTION = ("base", "average")
 COPIES, ACTIVE = 8, 2  # by default
@@ -518,10 +523,7 @@ def _parameters(job: _Job) -> dict[str, Any]:
 def _notes(job: _Job, exact: bool) -> Iterator[str]:
     target, s, start = job.choice.target, job.choice.shape, job.start
     if target is SURGERY:
-        yield (
-            "loads with trust_remote_code=True: stock transformers cannot compute it, its code goes along; other runtimes "
-            "(llama.cpp, vLLM) cannot run it"
-        )
+        yield NEEDS_TRUST
     if s.shards > 1 and not whole_copies(target, s):
         where = "hardly ever" if exact else "about one token in a thousand, in each layer"
         yield (
@@ -566,3 +568,83 @@ def _gradient(s: Shape, start: Start) -> str:
         "the experts are identical, so the router has no language-model gradient until they differ: train with the "
         "auxiliary loss, or begin with --drop or --noise"
     )
+
+
+# --- the record -----------------------------------------------------------------------------------
+
+SPARSE_UPCYCLING = Paper(
+    "2212.05055",
+    "Komatsuzaki, Aran",
+    "Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints",
+    2022,
+)
+VIRTUAL_GROUPS = Paper(
+    "2410.07524",
+    "He, Ethan",
+    "Upcycling Large Language Models into Mixture of Experts",
+    2024,
+)
+DEEPSEEK_MOE = Paper(
+    "2401.06066",
+    "Dai, Damai",
+    "DeepSeekMoE: Towards Ultimate Expert Specialization in Mixture-of-Experts Language Models",
+    2024,
+)
+DROP_UPCYCLING = Paper(
+    "2502.19261",
+    "Nakamura, Taishi",
+    "Drop-Upcycling: Training Sparse Mixture of Experts with Partial Re-initialization",
+    2025,
+)
+BRANCH_TRAIN_MIX = Paper(
+    "2403.07816",
+    "Sukhbaatar, Sainbayar",
+    "Branch-Train-MiX: Mixing Expert LLMs into a Mixture-of-Experts LLM",
+    2024,
+)
+
+
+def _done(p: Parameters, where: str) -> str:
+    shared = p.get("shared")
+    beside = f", beside {shared} shared part{'s' if shared > 1 else ''}" if shared else ""
+    active = f"{p['top_k']} of them active for a token"
+    return f"{where} became {p['experts']} experts, {active}{beside} ({p['target']})"
+
+
+def _suffix(p: Parameters) -> str:
+    shape = f"{p['target']}-{p['experts']}x-top{p['top_k']}".replace("_", "-")
+    changes = (f"{key}{p[key]:g}" for key in ("shared", "drop", "noise") if p.get(key))
+    return hyphenated(shape, *changes)
+
+
+def _papers(p: Parameters) -> Sequence[Paper]:
+    fine = [VIRTUAL_GROUPS, DEEPSEEK_MOE] if (p.get("granularity") or 1) > 1 else []
+    dropped = [DROP_UPCYCLING] if p.get("drop") else []
+    mixed = [BRANCH_TRAIN_MIX] if p.get("expert_models") else []
+    return [SPARSE_UPCYCLING, *fine, *dropped, *mixed]
+
+
+def _checks(p: Parameters) -> Sequence[Check]:
+    from surgery.proof import copies, routing
+
+    shards = max(1, int(p.get("granularity") or 1) - int(p.get("shared") or 0))
+    return [*([copies.check(shards)] if shards > 1 else []), routing.check(shards)]
+
+
+OPERATION = Operation(
+    name="upcycle",
+    function=upcycle,
+    summary="Turn each MLP into a mixture of copies, exactly.",
+    done=_done,
+    why="A dense model that was paid for already is the cheapest beginning of a mixture of experts: "
+    "capacity grows with the experts, the work of a token with those that are active.",
+    limits="It was not trained after the conversion: it is where training starts from, larger and not "
+    "better than its source.",
+    suffix=_suffix,
+    papers=_papers,
+    tags=("mixture-of-experts", "upcycling"),
+    blocks=("experts",),
+    checks=_checks,
+    models=("expert_models",),
+    files=("expert_texts",),
+)

@@ -8,6 +8,7 @@ is a matter of the dtype: it is counted in the one that the model is loaded in.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from surgery.calibration.observe import Taps, tapped
 from surgery.calibration.walk import Walk
 from surgery.checkpoint import Checkpoint
+from surgery.checkpoint.row import Row
+from surgery.proof.comparison import SHORT, Comparison
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,3 +66,28 @@ def is_torn(selected: Tensor, shards: int) -> Tensor:
     copy = selected // shards
     together = (copy[:, :, None] == copy[:, None, :]).sum(-1)  # of the same copy
     return (together != shards).any(-1)
+
+
+def check(shards: int) -> Callable[[Comparison, Tensor], Iterator[Row]]:
+    """Return the check that no token gets a part of a copy, in the dtype that is loaded.
+
+    `shards` experts that follow one another make up a copy. It is for outputs that claim to be
+    exact: any other has no copies that must stay whole.
+    """
+
+    def run(pair: Comparison, input_ids: Tensor) -> Iterator[Row]:
+        if not pair.exact:
+            return
+        found = torn_copies(
+            pair.output, input_ids, shards=shards, dtype=pair.stored, device=pair.device
+        )
+        yield Row(
+            key="copies.torn",
+            check=f"tokens with parts of copies in {SHORT[pair.stored]}, of {found.total}",
+            value=found.torn,
+            relation="<=",
+            limit=0,
+            passed=not found.torn,
+        )
+
+    return run

@@ -9,7 +9,7 @@ had. In memory are one layer, what one sequence computes in it, and the hidden s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,10 @@ from surgery.calibration.observe import Parts, Taps, tapped
 from surgery.calibration.routers import figures
 from surgery.calibration.walk import Layer, Walk
 from surgery.checkpoint import Checkpoint, Progress
+from surgery.checkpoint.row import Row
+from surgery.proof.comparison import Comparison
 
+TOKENS = 1024  # that routers are measured on
 NOTHING = 1e-6  # a gradient below it is rounding: in fp32 identical experts give about 1e-9, others 1e-3 and more
 SATURATED = 0.95  # a mean largest probability above it
 IDLE = 0.01  # a load below it, of an even one
@@ -72,38 +75,68 @@ def measure(
     return list(found.values())
 
 
-def summary(
-    found: Sequence[Routing],
-) -> Iterator[tuple[str, float | int, list[tuple[int, float | int]]]]:
-    """What there is to say: its name, the mean of the layers or how many layers it is true of, and
-    of each of these.
+def check(shards: int = 1) -> Callable[[Comparison, Tensor], Iterator[Row]]:
+    """Return the check that measures the routers of an output, for its operation to bring.
+
+    `shards` experts that follow one another make up a copy of an MLP.
     """
+
+    def run(pair: Comparison, input_ids: Tensor) -> Iterator[Row]:
+        ids = input_ids[: max(1, TOKENS // input_ids.shape[1])]
+        found = measure(
+            pair.output,
+            ids,
+            shards=shards,
+            dtype=pair.dtype,
+            device=pair.device,
+            progress=pair.progress,
+        )
+        return rows(found)
+
+    return run
+
+
+def rows(found: Sequence[Routing]) -> Iterator[Row]:
+    """Yield the mean of each figure over the layers, then a warning for each thing that is wrong."""
     if not found:
         return
     means = {
-        "router logits: standard deviation": "logit_std",
-        "largest routing probability": "largest_probability",
-        "entropy of the experts' load, 1 where even": "load_entropy",
-        "gradient of the routers (language-model loss)": "gradient",
+        "logit_std": "router logits: standard deviation",
+        "largest_probability": "largest routing probability",
+        "load_entropy": "entropy of the experts' load, 1 where even",
+        "gradient": "gradient of the routers (language-model loss)",
     }
-    for check, name in means.items():
-        each = [(r.layer, getattr(r, name)) for r in found]
-        yield check, sum(v for _, v in each) / len(each), each
-    warnings: dict[str, list[tuple[int, float | int]]] = {
-        "no gradient for the router but an auxiliary loss: identical experts, or one of weight 1": [
-            (r.layer, r.gradient) for r in found if r.gradient < NOTHING
-        ],
-        f"saturated routers, largest probability above {SATURATED}": [
-            (r.layer, r.largest_probability) for r in found if r.largest_probability > SATURATED
-        ],
-        f"experts with less than {IDLE} of an even load": [
-            (r.layer, r.idle) for r in found if r.idle
-        ],
-        "pairs of copies with equal routers": [(r.layer, r.equal) for r in found if r.equal],
+    for name, text in means.items():
+        each = tuple((r.layer, getattr(r, name)) for r in found)
+        mean = sum(v for _, v in each) / len(each)
+        yield Row(key=f"routers.{name}", check=text, value=mean, layers=each)
+    warnings = {
+        "no_gradient": (
+            "no gradient for the router but an auxiliary loss: identical experts, or one of weight 1",
+            [(r.layer, r.gradient) for r in found if r.gradient < NOTHING],
+        ),
+        "saturated": (
+            f"saturated routers, largest probability above {SATURATED}",
+            [(r.layer, r.largest_probability) for r in found if r.largest_probability > SATURATED],
+        ),
+        "idle_experts": (
+            f"experts with less than {IDLE} of an even load",
+            [(r.layer, float(r.idle)) for r in found if r.idle],
+        ),
+        "equal_copies": (
+            "pairs of copies with equal routers",
+            [(r.layer, float(r.equal)) for r in found if r.equal],
+        ),
     }
-    for check, each in warnings.items():
-        if each:
-            yield f"warning: {check}, layers", len(each), each
+    for name, (text, wrong) in warnings.items():
+        if wrong:
+            yield Row(
+                key=f"routers.{name}",
+                check=f"warning: {text}, layers",
+                value=len(wrong),
+                layers=tuple(wrong),
+                warns=True,
+            )
 
 
 def _routing(layer: Layer, taps: Taps, shards: int) -> Routing:

@@ -14,68 +14,34 @@ exceeds it, fp32 decides nothing: both are walked again in true fp64, norms, sof
 rope included, on the sequence where they differed most, and held to the same limit, control and
 all. There two models of the same function differ by about 1e-13 of the std, and by 1e-7 where
 weights were folded and kept in fp32. Any other conversion is shown by what it costs
-(analysis/quality.py): perplexity, agreement with the source and exact zeros, on text of two
+(proof/quality.py): perplexity, agreement with the source and exact zeros, on text of two
 domains; where it was repaired, of the swap without the repair as well. Routers that a conversion
-made are measured (analysis/routing.py), the gradient that they get above all. Both models are
+made are measured (proof/routing.py), the gradient that they get above all. Both models are
 walked layer by layer: neither need fit in memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from surgery.analysis.sparsity import REMAINING
-from surgery.analysis.weigh import weigh
-from surgery.blocks import block_config
+from surgery.analysis.weigh import Tally, weigh
+from surgery.blocks.rules import RULES
 from surgery.calibration.data import Sample, sample_ids
 from surgery.calibration.stock import NameReport, check_names, parse_config, unknown_fields
-from surgery.checkpoint import Checkpoint
-from surgery.families import find, locate
-from surgery.proof import quality, routing
-from surgery.proof.copies import torn_copies
-from surgery.proof.parity import Pair, Progress
+from surgery.checkpoint import Checkpoint, LazyTensor, Progress
+from surgery.checkpoint.row import Row
+from surgery.families import locate
+from surgery.proof import quality
+from surgery.proof.comparison import SHORT, Check, Comparison
+from surgery.proof.parity import Pair
 
 LENGTH, WINDOW_MARGIN = 512, 64
-ROUTED_TOKENS = 1024  # that routers are measured on
-SHORT = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One check: `value` stands in `relation` to `limit`. A row without a limit only informs."""
-
-    check: str
-    value: float | int | str
-    relation: str = ""  # "<=", ">"
-    limit: float | int | None = None
-    passed: bool = True
-    detail: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no NaN: a number that is not finite is given as text."""
-        value = (
-            self.value
-            if isinstance(self.value, str) or math.isfinite(self.value)
-            else str(self.value)
-        )
-        limit = {} if self.limit is None else {"relation": self.relation, "limit": self.limit}
-        return {
-            "check": self.check,
-            "value": value,
-            **limit,
-            "passed": self.passed,
-            "detail": list(self.detail),
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,8 +75,8 @@ def verify(
     *,
     exact: bool,
     layers: Sequence[int] | None = None,
-    repaired: bool = False,
-    torn: int = 1,
+    beside: Mapping[str, Checkpoint] | None = None,
+    checks: Iterable[Check] = (),
     tokens: int = 2048,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
@@ -119,129 +85,126 @@ def verify(
 ) -> Verification:
     """Compare `output` with the `source` it was made from.
 
-    `layers` are those whose MLP was converted (default: all); `repaired`: the weights were fitted
-    after a swap of the activation, which is then shown on its own; `torn`: experts that make up a
-    copy, which must be chosen together in the output's own dtype; `tokens` are of each text;
-    `first` are rows of other checks, to stand first. Names and shapes that do not fit the output's
-    class end it: the class could not run.
+    1. Names and shapes are checked against the model class. What does not fit it could not run, so
+       that ends the verification.
+    2. An exact conversion is held to parity of logits, with a control; any other is shown by what
+       it costs in quality.
+    3. The checks that the operations bring follow, where nothing has failed so far.
+
+    Args:
+        exact: whether the conversion claims to keep the function.
+        layers: those whose MLP was converted, by default all.
+        beside: further models, by name, whose perplexity is shown beside those of the two, like
+            the swap of an activation without its repair. Ignored where `exact`.
+        checks: what the operations of the conversion check themselves.
+        tokens: how many tokens of each text are run.
+        first: rows of checks that were made before, to stand first.
     """
-    names = [*name_rows(check_names(source), check_names(output)), *unknown_rows(output)]
-    result = Verification(
-        rows=(*first, *names), exact=exact, dtype=str(dtype).removeprefix("torch.")
-    )
-    if not all(row.passed for row in names):
-        return result
-    routes = _routes(output) and not _routes(source)
-    if not exact:
-        texts = quality.texts(source, tokens, sequence_length(source, output, exact))
-        rows = (
-            *result.rows,
-            *_quality_rows(source, output, texts, repaired, dtype, device, progress),
-        )
-        if routes and all(row.passed for row in rows):
-            rows += _routing_rows(
-                output, texts.samples["evaluation"], torn, dtype, device, progress
-            )
-        return Verification(
-            rows=rows, exact=exact, dtype=result.dtype, sample=texts.samples["evaluation"]
-        )
-    sample = sample_ids(
-        source, tokens=tokens, sequence_length=sequence_length(source, output, exact)
-    )
-    last = max(range(locate(output).count) if layers is None else layers)
-    pair = Pair(
-        source, output, sample.input_ids, dtype=dtype, device=device, last=last, progress=progress
-    )
-    rows = (*result.rows, *_rows(pair, sample))
-    if torn > 1:
-        stored = getattr(
-            torch, str(output.config.get("dtype") or output.config.get("torch_dtype") or "float32")
-        )
-        found = torn_copies(output, sample.input_ids, shards=torn, dtype=stored, device=device)
-        rows += (
-            Row(
-                check=f"tokens with parts of copies in {SHORT[stored]}, of {found.total}",
-                value=found.torn,
-                relation="<=",
-                limit=0,
-                passed=not found.torn,
-            ),
-        )
-    if routes and all(row.passed for row in rows):
-        rows += _routing_rows(output, sample, torn, dtype, device, progress)
-    return Verification(rows=rows, exact=exact, dtype=result.dtype, sample=sample)
-
-
-def _routes(checkpoint: Checkpoint) -> bool:
-    return find(checkpoint.config).is_moe or "experts" in block_config.kinds(checkpoint.config)
-
-
-def _routing_rows(
-    output: Checkpoint,
-    sample: Sample,
-    shards: int,
-    dtype: torch.dtype,
-    device: str,
-    progress: Progress,
-) -> tuple[Row, ...]:
-    """What the routers do, the gradient that they get, and what is wrong with them."""
-    ids = sample.input_ids[: max(1, ROUTED_TOKENS // sample.input_ids.shape[1])]
-    found = routing.measure(
-        output,
-        ids,
-        shards=shards,
+    pair = Comparison(
+        source=source,
+        output=output,
+        exact=exact,
         dtype=dtype,
         device=device,
+        tokens=tokens,
         progress=progress,
     )
-    return tuple(
-        Row(check=check, value=value, detail=tuple(f"layer {i}: {v}" for i, v in each))
-        for check, value, each in routing.summary(found)
-    )
+    names = [*name_rows(check_names(source), check_names(output)), *unknown_rows(output)]
+    rows, sample = [*first, *names], None
+    if all(row.passed for row in names):
+        measured = _exactness(pair, layers) if exact else _quality(pair, beside or {})
+        sample = measured.sample
+        rows += measured.rows
+        if all(row.passed for row in measured.rows):
+            rows += [row for check in checks for row in check(pair, sample.input_ids)]
+    name = str(dtype).removeprefix("torch.")
+    return Verification(rows=tuple(rows), exact=exact, dtype=name, sample=sample)
 
 
-def _quality_rows(
-    source: Checkpoint,
-    output: Checkpoint,
-    texts: quality.Texts,
-    repaired: bool,
-    dtype: torch.dtype,
-    device: str,
-    progress: Progress,
-) -> Iterator[Row]:
-    """Perplexity, agreement and zeros of source, swap without repair and output."""
-    models = {"source": source} | (
-        {"swap without repair": quality.plain_swap(source, output)} if repaired else {}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Measured:
+    """Rows, and the text that they were measured on."""
+
+    rows: list[Row]
+    sample: Sample
+
+
+def _exactness(pair: Comparison, layers: Sequence[int] | None) -> _Measured:
+    """Compare the logits, on text longer than any sliding window in force."""
+    length = sequence_length(pair.source, pair.output, exact=True)
+    sample = sample_ids(pair.source, tokens=pair.tokens, sequence_length=length)
+    last = max(range(locate(pair.output).count) if layers is None else layers)
+    logits = Pair(
+        pair.source,
+        pair.output,
+        sample.input_ids,
+        dtype=pair.dtype,
+        device=pair.device,
+        last=last,
+        progress=pair.progress,
     )
+    return _Measured(rows=list(_rows(logits, sample)), sample=sample)
+
+
+def _quality(pair: Comparison, beside: Mapping[str, Checkpoint]) -> _Measured:
+    """Measure perplexity, agreement and zeros of the source, the models beside it and the output."""
+    length = sequence_length(pair.source, pair.output, exact=False)
+    texts = quality.texts(pair.source, pair.tokens, length)
+    models = {"source": pair.source, **beside, "output": pair.output}
     found = quality.measure(
-        {**models, "output": output}, texts, dtype=dtype, device=device, progress=progress
+        models, texts, dtype=pair.dtype, device=pair.device, progress=pair.progress
     )
+    rows = list(_quality_rows(found, texts))
+    if found["source"].not_finite == 0:
+        rows += savings_rows(pair.output, found["output"].zeros)
+    return _Measured(rows=rows, sample=texts.samples["evaluation"])
+
+
+def _quality_rows(found: Mapping[str, quality.Quality], texts: quality.Texts) -> Iterator[Row]:
+    """Say what was measured of the models in `found`, of which "source" and "output" are two."""
     if found["source"].not_finite:
-        check = "warning: the source's logits are NaN or Inf, so nothing more can be compared"
-        yield Row(check=check, value=found["source"].not_finite)
+        yield _not_comparable(found["source"].not_finite)
         return
-    bad = found["output"].not_finite
-    yield Row(check="output logits not finite", value=bad, relation="<=", limit=0, passed=not bad)
+    yield _finite_output(found["output"].not_finite)
     for text, sample in texts.samples.items():
         detail = (f"{sample.input_ids.numel() - len(sample.input_ids)} tokens", sample.source)
         for name, q in found.items():
             yield Row(
+                key=f"perplexity.{name}.{text}",
                 check=f"perplexity of the {name}, {quality.TEXTS[text]}",
                 value=q.perplexity[text],
                 detail=detail,
             )
     for text in texts.samples:
-        check = f"next tokens that agree with the source's, {quality.TEXTS[text]}"
-        yield Row(check=check, value=found["output"].agreement[text])
+        yield Row(
+            key=f"agreement.{text}",
+            check=f"next tokens that agree with the source's, {quality.TEXTS[text]}",
+            value=found["output"].agreement[text],
+        )
     for name in ("source", "output"):
-        layers = tuple(f"layer {i}: {z:.4f}" for i, z in enumerate(found[name].zeros))
-        if layers and not math.isnan(found[name].sparsity):
+        if not math.isnan(found[name].sparsity):
             yield Row(
+                key=f"zeros.{name}",
                 check=f"exact zeros among the products of the {name}",
                 value=found[name].sparsity,
-                detail=layers,
+                layers=tuple((i, round(z, 4)) for i, z in enumerate(found[name].zeros)),
             )
-    yield from savings_rows(output, found["output"].zeros)
+
+
+def _finite_output(count: int) -> Row:
+    return Row(
+        key="nonfinite_logits.output",
+        check="output logits not finite",
+        value=count,
+        relation="<=",
+        limit=0,
+        passed=not count,
+    )
+
+
+def _not_comparable(count: int) -> Row:
+    check = "the source's logits are NaN or Inf, so nothing more can be compared"
+    return Row(key="nonfinite_logits.source", check=f"warning: {check}", value=count, warns=True)
 
 
 def savings_rows(output: Checkpoint, zeros: Sequence[float]) -> Iterator[Row]:
@@ -255,44 +218,40 @@ def savings_rows(output: Checkpoint, zeros: Sequence[float]) -> Iterator[Row]:
     if not any(z > 0 for z in zeros):
         return
     weights, blocks = weigh(output, output.config), output.config.get("surgery_blocks") or ()
-    kernel = (
-        "down only" if any(b.get("rule") in ("teal", "drelu") for b in blocks) else "gate first"
-    )
-    start = locate(output).layer
-    added = {
-        i: [t for n, t in output.tensors.items() if n.startswith(start(i)) and ".bypass_" in n]
-        for i in range(len(zeros))
+    foreseen = all(RULES[b["rule"]].foreseen for b in blocks if "rule" in b)
+    kernel = "gate first" if foreseen else "down only"
+    sizes: dict[str, tuple[Callable[[Tally], float], Callable[[LazyTensor], float]]] = {
+        "bytes": (lambda t: t.nbytes, lambda t: t.nbytes),
+        "FLOPs": (lambda t: 2 * t.matrices, lambda t: 2 * t.numel),
     }
-    for what, of, each in (
-        ("bytes", lambda t: t.nbytes, lambda t: t.nbytes),
-        ("FLOPs", lambda t: 2 * t.matrices, lambda t: 2 * t.numel),
-    ):
+    for what, (of_mlp, of_tensor) in sizes.items():
         before = after = 0.0
         for part in weights.layers:
-            if (
-                "mlp" in part.tallies
-                and part.index is not None
-                and not math.isnan(z := zeros[part.index])
-            ):
-                bypass = sum(map(each, added[part.index]))
-                own = of(part.tallies["mlp"]) - bypass
-                before, after = (
-                    before + own,
-                    after + own * REMAINING[kernel](z, weights.gated) + bypass,
-                )
-        detail = (
-            f"{after / 1e6:.4g} of {before / 1e6:.4g} M{'B' if what == 'bytes' else 'FLOP'} per token",
-        )
+            if "mlp" not in part.tallies or part.index is None or math.isnan(zeros[part.index]):
+                continue
+            bypass = sum(map(of_tensor, _bypass(output, part.index)))
+            own = of_mlp(part.tallies["mlp"]) - bypass
+            before += own
+            after += own * REMAINING[kernel](zeros[part.index], weights.gated) + bypass
+        unit = "MB" if what == "bytes" else "MFLOP"
         yield Row(
+            key=f"left.{what.lower()}",
             check=f"MLP {what} left where zeros are skipped, {kernel}",
             value=after / before,
-            detail=detail,
+            detail=(f"{after / 1e6:.4g} of {before / 1e6:.4g} {unit} per token",),
         )
+
+
+def _bypass(output: Checkpoint, index: int) -> list[LazyTensor]:
+    """Return the tensors of the bypass of decoder layer `index`."""
+    start = locate(output).layer(index)
+    return [t for n, t in output.tensors.items() if n.startswith(start) and ".bypass_" in n]
 
 
 def name_rows(source: NameReport, output: NameReport) -> list[Row]:
-    """Names and shapes of the output against its class. What was unexpected in the source already
-    is no failure.
+    """Check names and shapes of the output against its class.
+
+    What the source's class did not expect either is carried over, and no failure.
     """
     carried = set(output.unexpected) & set(source.unexpected)
     kinds = {
@@ -300,27 +259,37 @@ def name_rows(source: NameReport, output: NameReport) -> list[Row]:
         "names unexpected": tuple(n for n in output.unexpected if n not in carried),
         "shapes mismatched": output.mismatched,
     }
-    rows = [
-        Row(check=k, value=len(n), relation="<=", limit=0, passed=not n, detail=n)
-        for k, n in kinds.items()
-    ]
+    rows = [none_of(kind.replace(" ", "_"), kind, names) for kind, names in kinds.items()]
     if carried:
-        rows.append(
-            Row(check="names carried over", value=len(carried), detail=tuple(sorted(carried)))
-        )
+        detail = tuple(sorted(carried))
+        check = "names carried over"
+        rows.append(Row(key="names_carried_over", check=check, value=len(carried), detail=detail))
     return rows
 
 
-def unknown_rows(output: Checkpoint) -> list[Row]:
-    """Config fields that the output's class ignores: carried over from the source, and nothing that
-    it reads.
-    """
-    unknown = unknown_fields(output)
-    return (
-        [Row(check="config fields the class ignores", value=len(unknown), detail=unknown)]
-        if unknown
-        else []
+def none_of(key: str, check: str, found: Sequence[str]) -> Row:
+    """Return the row of a check that fails where anything was `found`."""
+    return Row(
+        key=key,
+        check=check,
+        value=len(found),
+        relation="<=",
+        limit=0,
+        passed=not found,
+        detail=tuple(found),
     )
+
+
+def unknown_rows(output: Checkpoint) -> list[Row]:
+    """List the config fields that the output's class ignores; the source brought them."""
+    unknown = unknown_fields(output)
+    row = Row(
+        key="config_fields_ignored",
+        check="config fields the class ignores",
+        value=len(unknown),
+        detail=unknown,
+    )
+    return [row] if unknown else []
 
 
 def sequence_length(source: Checkpoint, output: Checkpoint, exact: bool) -> int:
@@ -347,56 +316,53 @@ def _window(config: Any) -> int:
 
 
 def _rows(pair: Pair, sample: Sample) -> Iterator[Row]:
-    """Finite logits, parity and its control, perplexity of both where the ids are text."""
+    """Yield finite logits, parity and its control, and perplexity where the ids are text."""
     compared = pair.compared
     source, output = compared.not_finite
     if source:
-        yield Row(
-            check="warning: the source's logits are NaN or Inf, so nothing more can be compared",
-            value=source,
-        )
+        yield _not_comparable(source)
         return
-    yield Row(
-        check="output logits not finite", value=output, relation="<=", limit=0, passed=not output
-    )
+    yield _finite_output(output)
     yield from _parity(pair)
     if sample.text:
-        detail = (
-            f"{compared.scored} tokens in windows of {sample.input_ids.shape[1]}",
-            sample.source,
-        )
+        windows = f"{compared.scored} tokens in windows of {sample.input_ids.shape[1]}"
         for i, name in enumerate(("source", "output")):
             yield Row(
-                check=f"perplexity of the {name}", value=compared.perplexity(i), detail=detail
+                key=f"perplexity.{name}.evaluation",
+                check=f"perplexity of the {name}",
+                value=compared.perplexity(i),
+                detail=(windows, sample.source),
             )
 
 
 def _parity(pair: Pair) -> Iterator[Row]:
-    """The largest difference against its limit, in fp64 where fp32 cannot tell, and the control."""
+    """Hold the largest difference to its limit, in fp64 where fp32 cannot tell; and the control."""
     value, limit = pair.compared.delta, pair.compared.limit
     kind = SHORT[pair.dtype]
     if value > limit and kind != "fp64":
-        yield Row(
-            check=f"logits max|Δ| in {kind}, more than {limit:.3g}: fp64 decides", value=value
-        )
+        check = f"logits max|Δ| in {kind}, more than {limit:.3g}: fp64 decides"
+        yield Row(key="logits.undecided", check=check, value=value)
         wider = pair.in_fp64()
-        yield Row(
-            check=f"rounding of the source alone, {kind} from fp64", value=wider.rounding(pair)
-        )
+        check = f"rounding of the source alone, {kind} from fp64"
+        yield Row(key="logits.rounding", check=check, value=wider.rounding(pair))
         yield from _parity(wider)
         return
-    check = f"logits max|Δ| in {kind}" + (", worst sequence" if kind == "fp64" else "")
     sequences, length = pair.input_ids.shape
     yield Row(
-        check=check,
+        key="logits.difference",
+        check=f"logits max|Δ| in {kind}" + (", worst sequence" if kind == "fp64" else ""),
         value=value,
         relation="<=",
         limit=limit,
         passed=value <= limit,
         detail=(f"{sequences} × {length} tokens",),
     )
-    control, check = (
-        pair.control(),
-        f"control: max|Δ| in {kind} with the MLP of layer {pair.last} zeroed",
+    control = pair.control()
+    yield Row(
+        key="logits.control",
+        check=f"control: max|Δ| in {kind} with the MLP of layer {pair.last} zeroed",
+        value=control,
+        relation=">",
+        limit=limit,
+        passed=not control <= limit,
     )
-    yield Row(check=check, value=control, relation=">", limit=limit, passed=not control <= limit)

@@ -85,14 +85,13 @@ def render(
     steps = [(s["operation"], s) for s in record["recipe"]]
     names = [operation for operation, _ in steps]
     followed = metadata_of(source or output)
-    count = len(weigh(output, output.config).layers)
-    numbers = list(dict.fromkeys(n for operation, p in steps for n in methods.papers(operation, p)))
+    papers = list(dict.fromkeys(paper for o, p in steps for paper in methods.papers(o, p)))
     recipe = folder / "recipe.yaml"
     return _template("card.md.j2").render(
         metadata=_metadata(output, record, followed, names),
         name=record["name"],
         source=_link(record["source"]),
-        done=[(methods.what(o, p, count), methods.why(o)) for o, p in steps],
+        done=[(methods.done(o, p), methods.why(o)) for o, p in steps],
         exact=record["exact"],
         notes=record.get("notes") or (),
         recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
@@ -112,7 +111,7 @@ def render(
         licence_files=sorted(
             f.name for f in output.files if re.search(r"LICEN[CS]E|USE_POLICY|NOTICE", f.name)
         ),
-        papers=[methods.bibtex(n) for n in numbers],
+        papers=[paper.bibtex for paper in papers],
     )
 
 
@@ -220,32 +219,33 @@ _WEIGHED: tuple[tuple[str, Any], ...] = (
 
 
 def _measured(verification: Mapping[str, Any] | None) -> list[TableRow]:
-    rows = {r["check"]: r for r in (verification or {}).get("rows") or ()}
-    found: list[TableRow] = []
-    for check, row in rows.items():
-        if match := re.fullmatch(
-            r"(perplexity|exact zeros among the products) of the output(.*)", check
-        ):
-            before = rows.get(f"{match[1]} of the source{match[2]}")
-            shown = share if match[1].startswith("exact") else number
-            found.append(
-                TableRow(
-                    what=match[1] + match[2],
-                    before=shown(before["value"]) if before else "",
-                    after=shown(row["value"]),
-                )
-            )
-        elif check.startswith("next tokens that agree") or check.startswith("MLP "):
-            found.append(TableRow(what=check, before="100%", after=share(row["value"])))
-        elif check.startswith("logits max|Δ|") and "limit" in row:
-            found.append(
-                TableRow(
-                    what=f"{check.replace('|', chr(92) + '|')}, at most {number(row['limit'])}",
-                    before="0",
-                    after=number(row["value"]),
-                )
-            )
-    return found
+    """Return what the verification found of the source and of the output, in its order."""
+    rows = {r["key"]: r for r in (verification or {}).get("rows") or () if "key" in r}
+    return [found for key in rows if (found := _compared(key, rows)) is not None]
+
+
+def _compared(key: str, rows: Mapping[str, Any]) -> TableRow | None:
+    """Return the line of the table for the row of this key; None where it has none."""
+    row, kind = rows[key], key.partition(".")[0]
+    what = row["check"].replace("|", "\\|")
+    if kind in ("perplexity", "zeros"):
+        before, shown = rows.get(key.replace(".output", ".source")), number
+        if ".output" not in key:
+            return None
+        if kind == "zeros":
+            shown = share
+        what = what.replace(" of the output", "")
+        return TableRow(
+            what=what,
+            before=shown(before["value"]) if before else "",
+            after=shown(row["value"]),
+        )
+    if kind in ("agreement", "left"):
+        return TableRow(what=what, before="100%", after=share(row["value"]))
+    if key == "logits.difference":
+        at_most = f"{what}, at most {number(row['limit'])}"
+        return TableRow(what=at_most, before="0", after=number(row["value"]))
+    return None
 
 
 def number(value: Any) -> str:

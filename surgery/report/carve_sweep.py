@@ -9,7 +9,7 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from surgery.analysis.carve_sweep import Point, Sweep
+from surgery.analysis.sweep import Point, Sweep
 from surgery.errors import SurgeryError, UsageError
 from surgery.report.inspection import COLORS, FAINT, INK
 

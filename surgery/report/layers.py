@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -24,7 +24,6 @@ from surgery.report.svg import (
 
 NAME = "layers.svg"
 HEIGHT = BOTTOM + 75  # of a panel and its title
-ZEROS, LOAD = "exact zeros among the products of the ", "entropy of the experts' load, 1 where even"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +37,7 @@ class Panel:
 
 def panels(verification: Mapping[str, Any] | None) -> list[Panel]:
     """Those that the verification has values for."""
-    rows = {r["check"]: r for r in (verification or {}).get("rows") or ()}
+    rows = {r.get("key"): r for r in (verification or {}).get("rows") or ()}
     return [*_zeros(rows), *_load(rows)]
 
 
@@ -60,7 +59,7 @@ def _panel(panel: Panel) -> str:
 
 
 def _zeros(rows: Mapping[str, Any]) -> Iterator[Panel]:
-    output, source = (_values(rows.get(ZEROS + whose)) for whose in ("output", "source"))
+    output, source = (_values(rows.get(f"zeros.{whose}")) for whose in ("output", "source"))
     if any(v > 0 for _, v in output):
         curves = [Curve(name="this model", tone="cett2", points=output)]
         curves += [Curve(name="its source", tone="none", points=source)] if source else []
@@ -72,7 +71,7 @@ def _zeros(rows: Mapping[str, Any]) -> Iterator[Panel]:
 
 
 def _load(rows: Mapping[str, Any]) -> Iterator[Panel]:
-    if found := _values(rows.get(LOAD)):
+    if found := _values(rows.get("routers.load_entropy")):
         yield Panel(
             title=f"Load of the experts: {_mean(found):.0%} of an even one's entropy ({_span(found)})",
             axis="entropy of the load",
@@ -81,13 +80,9 @@ def _load(rows: Mapping[str, Any]) -> Iterator[Panel]:
 
 
 def _values(row: Mapping[str, Any] | None) -> list[tuple[float, float]]:
-    """Layer and value of a row that has them; a layer without an MLP of its own (nan) is left
-    out.
-    """
-    found = [
-        re.fullmatch(r"layer (\d+): ([\d.e-]+)", part) for part in (row or {}).get("detail") or ()
-    ]
-    return [(float(m[1]), float(m[2])) for m in found if m]
+    """Return layer and value of a row, without the layers that have no MLP of their own (NaN)."""
+    found = (row or {}).get("layers") or ()
+    return [(float(index), float(value)) for index, value in found if math.isfinite(float(value))]
 
 
 def _mean(points: list[tuple[float, float]]) -> float:

@@ -14,9 +14,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from surgery.checkpoint import Progress
 from surgery.errors import ReportedElsewhere, SurgeryError
@@ -44,6 +44,10 @@ class Group:
     def broadcast(self, value: T) -> T:
         """The value of the first."""
         return value
+
+    def first(self, function: Callable[[], T]) -> T:
+        """Run `function` in the first process alone, and return its value in all of them."""
+        return self.broadcast(function()) if not self.rank else self.broadcast(cast(T, None))
 
     def counting(self, progress: Progress) -> Progress:
         """A `progress` for this process's units; in the first `progress` is told those of all."""

@@ -18,8 +18,9 @@ from surgery.errors import SurgeryError
 from surgery.report import card
 from surgery.storage import finish
 from surgery.storage.files import hub_errors
+from surgery.storage.record import read_record
 from surgery.storage.writer import MARKER
-from surgery.workflow.run import Observer, Silent, read_record
+from surgery.workflow.observer import Observer, Silent
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

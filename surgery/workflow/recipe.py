@@ -16,14 +16,14 @@ pass over the disk.
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from surgery import operations
 from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, schema
 from surgery.demo import MODEL
@@ -31,14 +31,6 @@ from surgery.errors import SurgeryError, UsageError
 from surgery.storage import open_checkpoint
 from surgery.workflow import recipe_text
 
-OPERATIONS = {  # name: module:function, imported where a recipe has it
-    "upcycle": "surgery.operations.upcycle:upcycle",
-    "relufy": "surgery.operations.relufy:relufy",
-    "memory": "surgery.operations.memory:memory",
-    "cast": "surgery.operations.cast:cast",
-    "carve": "surgery.operations.carve:carve",
-    "splinify": "surgery.operations.splinify:splinify",
-}
 DEMO = "demo"  # as a source: the embedded model
 
 
@@ -83,13 +75,6 @@ class Recipe:
     verify: bool = True
     finetune: dict[str, str | int | float | bool] = field(default_factory=dict)
     push: Push | None = None
-
-
-def function(name: str) -> Callable[..., Checkpoint]:
-    """The operation of that name, a function from checkpoint to checkpoint."""
-    module, _, attribute = OPERATIONS[name].partition(":")
-    found: Callable[..., Checkpoint] = getattr(importlib.import_module(module), attribute)
-    return found
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -191,7 +176,7 @@ def json_schema() -> schema.Schema:
     """The JSON schema of a recipe, for editors: every operation with its parameters."""
     known = _frame()
     known["properties"]["operations"]["items"] = {
-        "anyOf": [_operation(name) for name in OPERATIONS]
+        "anyOf": [_operation(name) for name in operations.names()]
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -212,22 +197,17 @@ def _frame() -> schema.Schema:
     entry = {
         "type": "object",
         "required": ["operation"],
-        "properties": {"operation": {"enum": list(OPERATIONS)}},
+        "properties": {"operation": {"enum": list(operations.names())}},
     }
     parts["operations"]["items"] = entry
     return known
 
 
 def _operation(name: str) -> schema.Schema:
-    own = schema.of_function(function(name), {"Checkpoint": str, "Calibration": Calibration})
-    first = {
-        "const": name,
-        "description": (inspect.getdoc(function(name)) or "").partition("\n")[0],
-    }
-    return own | {
-        "properties": {"operation": first, **own["properties"]},
-        "required": ["operation", *own["required"]],
-    }
+    record = operations.find(name)
+    own, what = record.options, (inspect.getdoc(record.function) or "").partition("\n")[0]
+    properties = {"operation": {"const": name, "description": what}, **own["properties"]}
+    return own | {"properties": properties, "required": ["operation", *own["required"]]}
 
 
 def _violations(data: Mapping[str, Any]) -> Iterator[schema.Violation]:
@@ -252,22 +232,27 @@ def open_source(recipe: Recipe) -> Checkpoint:
 
 
 def apply(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint after all operations; nothing is computed yet."""
+    """Return the checkpoint after all operations; nothing is computed yet."""
     for entry in recipe.operations:
         parameters = {k: v for k, v in entry.items() if k != "operation"}
-        operation = function(entry["operation"])
-        if recipe.calibration and "calibration" in inspect.signature(operation).parameters:
-            parameters["calibration"] = {
-                **recipe.calibration,
-                **(parameters.get("calibration") or {}),
-            }
-        if "expert_models" in parameters:
-            parameters["expert_models"] = [open_checkpoint(m) for m in parameters["expert_models"]]
-        checkpoint = operation(checkpoint, **parameters)
-    return function("cast")(checkpoint, recipe.dtype) if recipe.dtype else checkpoint
+        record = operations.find(entry["operation"])
+        if recipe.calibration and record.calibrates:
+            own = parameters.get("calibration") or {}
+            parameters["calibration"] = {**recipe.calibration, **own}
+        checkpoint = apply_step(checkpoint, record.name, parameters)
+    return apply_step(checkpoint, "cast", {"dtype": recipe.dtype}) if recipe.dtype else checkpoint
 
 
-def of(
+def apply_step(checkpoint: Checkpoint, operation: str, parameters: Mapping[str, Any]) -> Checkpoint:
+    """Return the checkpoint after an operation with the parameters of a recipe or of a step."""
+    record, given = operations.find(operation), _given(parameters)
+    for name in record.models:
+        if name in given:
+            given[name] = [open_checkpoint(model) for model in given[name]]
+    return record.function(checkpoint, **given)
+
+
+def recipe_of(
     output: Checkpoint,
     *,
     max_shard_size: int | None = None,
@@ -275,16 +260,14 @@ def of(
     finetune: Mapping[str, Any] | None = None,
     push: Push | None = None,
 ) -> Recipe:
-    """The recipe that makes `output` again: its source, pinned, and every parameter of its steps.
-    Paths are absolute.
-    """
+    """Return the recipe that makes `output` again, its source pinned. Paths are absolute."""
     source = output.source
     place = source.location if source.revision else _absolute(source.location)
-    operations = tuple(_portable({"operation": s.operation, **s.parameters}) for s in output.steps)
+    steps = (_portable(s.operation, s.asked) for s in output.steps)
     return Recipe(
         source=DEMO if place == str(MODEL.resolve()) else place,
         revision=source.revision,
-        operations=operations,
+        operations=tuple(steps),
         max_shard_size=max_shard_size,
         verify=verify,
         finetune=dict(finetune or {}),
@@ -292,16 +275,19 @@ def of(
     )
 
 
-def _portable(entry: dict[str, Any]) -> dict[str, Any]:
-    """The parameters that are given, their paths absolute."""
-    entry = {k: v for k, v in entry.items() if v not in (None, [])}
-    for key in ("expert_models", "expert_texts"):
+def _given(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in parameters.items() if v is not None and v != []}
+
+
+def _portable(operation: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry of a step, its paths absolute."""
+    record, entry = operations.find(operation), {"operation": operation, **_given(parameters)}
+    for key in (*record.models, *record.files):
         if key in entry:
             entry[key] = [_absolute(m) for m in entry[key]]
-    if "text" in (entry.get("calibration") or {}):
-        entry["calibration"] = entry["calibration"] | {
-            "text": _absolute(entry["calibration"]["text"])
-        }
+    calibration = entry.get("calibration") or {}
+    if "text" in calibration:
+        entry["calibration"] = calibration | {"text": _absolute(calibration["text"])}
     return entry
 
 

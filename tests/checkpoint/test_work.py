@@ -16,7 +16,7 @@ import torch
 from surgery.checkpoint import Checkpoint, Step, Work, make_plan
 from surgery.demo import MODEL
 from surgery.storage import open_checkpoint
-from surgery.workflow import run
+from surgery.workflow.convert import convert
 
 NAME = "model.norm.weight"
 
@@ -53,12 +53,12 @@ def test_a_plan_needs_no_data() -> None:
 def test_conversion_runs_it_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
     ran: list[str] = []
     source, output = doubled(ran)()
-    result = run.convert(source, output, tmp_path / "out", verify=False)
+    result = convert(source, output, tmp_path / "out", verify=False)
     written = open_checkpoint(tmp_path / "out")
     assert torch.equal(written.tensors[NAME].read(), source.tensors[NAME].read() * 2)
     assert ran == ["began"] and result.record["calibration"] == [{"factor": 2}]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    again = run.convert(
+    again = convert(
         *doubled(ran)(), tmp_path / "out", verify=False
     )  # known by its plan: nothing runs
     assert again.already and ran == ["began"]
@@ -67,9 +67,9 @@ def test_conversion_runs_it_once_and_leaves_nothing_behind(tmp_path: Path) -> No
 def test_an_interrupted_one_writes_nothing_and_is_run_again(tmp_path: Path) -> None:
     ran: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        run.convert(*doubled(ran, fail=True)(), tmp_path / "out", verify=False)
+        convert(*doubled(ran, fail=True)(), tmp_path / "out", verify=False)
     assert not (tmp_path / "out").exists()
-    run.convert(*doubled(ran)(), tmp_path / "out", verify=False)
+    convert(*doubled(ran)(), tmp_path / "out", verify=False)
     assert ran == ["began", "began"] and [p.name for p in tmp_path.iterdir()] == ["out"]
 
 

@@ -123,7 +123,7 @@ def test_the_plan_says_what_a_token_reads(call: Call, model: Path) -> None:
     ).json
     assert (
         "of the memory a token reads" in plan["notes"][0]
-        and "of the MLP's 0.012 MB" in plan["notes"][0]
+        and "0.41 × what the MLP reads (0.01 MB)" in plan["notes"][0]
     )
     assert not plan["exact"] and not (model.parent / "model-memory").exists()
 

@@ -168,12 +168,11 @@ def test_debugging_shows_the_traceback(
 
 def test_a_bug_is_two_lines_too(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an exception that nobody foresaw the first line is shown, not pages."""
-    from surgery.workflow import run
 
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("first\nsecond")
 
-    monkeypatch.setattr(run, "convert", broken)
+    monkeypatch.setattr("surgery.workflow.convert.convert", broken)
     assert_two_lines(
         call("relufy", "--repair", "none", model),
         "unexpected ZeroDivisionError: first",

@@ -16,7 +16,6 @@ from scripts import OPERATIONS, SIZES, TINY, Converted
 
 from surgery.demo import MODEL
 from surgery.storage import open_checkpoint
-from surgery.workflow import run
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +31,7 @@ def conversions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Con
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 shutil.copy(MODEL / file, source)
             checkpoint = open_checkpoint(source)
-            run.convert(checkpoint, operation(checkpoint), folder, verify=False)
+            convert(checkpoint, operation(checkpoint), folder, verify=False)
             made[name] = Converted(source=source, folder=folder)
         return made[name]
 

@@ -14,7 +14,8 @@ import transformers
 from scripts import OPERATIONS, Converted, history
 
 from surgery.storage import open_checkpoint
-from surgery.workflow import run
+from surgery.workflow.convert import convert
+from surgery.workflow.verify import verify_folder
 
 Convert = Callable[[str], Converted]
 Train = Callable[..., Path]
@@ -35,7 +36,7 @@ def test_it_runs_and_what_comes_out_is_verified(
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "finetune/finetune.py"):
         assert (out / file).read_bytes() == (converted.folder / file).read_bytes()
     assert all(file.stat().st_mode & 0o044 for file in out.iterdir())
-    verification = run.verify_folder(open_checkpoint(converted.source), out)
+    verification = verify_folder(open_checkpoint(converted.source), out)
     assert verification.passed, [row for row in verification.rows if not row.passed]
     checks = {row.check for row in verification.rows}
     assert not verification.exact and any(c.startswith("perplexity of the output") for c in checks)
@@ -257,10 +258,10 @@ def test_a_conversion_again_is_finished_and_one_into_the_trained_folder_refused(
     converted = conversions("mixtral")
     source = open_checkpoint(converted.source)
     output = OPERATIONS["mixtral"][1](source)
-    assert run.convert(source, output, converted.folder, verify=False).already
+    assert convert(source, output, converted.folder, verify=False).already
     out = train("mixtral", "--max_steps=1")
     with pytest.raises(SurgeryError, match="finished output of another command"):
-        run.convert(source, output, out, verify=False)
+        convert(source, output, out, verify=False)
     assert json.loads((out / "surgery.json").read_text())["recipe"][-1] == {
         "operation": "finetune",
         "steps": 1,

@@ -388,7 +388,7 @@ def test_the_massive_activation_of_first_tokens_is_not_lost() -> None:
 def test_the_neurons_are_put_in_order_and_compute_the_same() -> None:
     neurons, rows, _ = two_experts()
     order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
-    carved_mlp.reorder(neurons, order)
+    neurons.reorder(order)
     assert torch.allclose(neurons(rows.z), rows.y, atol=1e-5)
 
 

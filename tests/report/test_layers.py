@@ -9,18 +9,14 @@ import xml.etree.ElementTree as ElementTree
 from surgery.report import layers
 
 
-def row(check: str, *values: str) -> dict[str, object]:
-    return {
-        "check": check,
-        "value": 0.0,
-        "detail": [f"layer {i}: {v}" for i, v in enumerate(values)],
-    }
+def row(key: str, *values: float | str) -> dict[str, object]:
+    return {"key": key, "check": "", "value": 0.0, "layers": [[i, v] for i, v in enumerate(values)]}
 
 
 def test_zeros_of_the_output_stand_beside_the_sources() -> None:
     rows = [
-        row(layers.ZEROS + "source", "0.0000", "0.0100"),
-        row(layers.ZEROS + "output", "0.5000", "0.7000"),
+        row("zeros.source", 0.0000, 0.0100),
+        row("zeros.output", 0.5000, 0.7000),
     ]
     (panel,) = layers.panels({"rows": rows})
     assert panel.title == "60% of the MLPs' products are exact zeros (layers: 50% to 70%)"
@@ -32,8 +28,8 @@ def test_zeros_of_the_output_stand_beside_the_sources() -> None:
 
 def test_layers_without_an_mlp_of_their_own_are_left_out() -> None:
     rows = [
-        row(layers.ZEROS + "output", "0.5000", "nan", "0.9000"),
-        row(layers.LOAD, "0.98", "1e-05"),
+        row("zeros.output", 0.5000, "nan", 0.9000),
+        row("routers.load_entropy", 0.98, 1e-05),
     ]
     zeros, load = layers.panels({"rows": rows})
     assert zeros.curves[0].points == [(0, 0.5), (2, 0.9)] and load.curves[0].points == [
@@ -44,8 +40,4 @@ def test_layers_without_an_mlp_of_their_own_are_left_out() -> None:
 
 
 def test_nothing_measured_is_nothing_drawn() -> None:
-    assert (
-        layers.panels(None)
-        == []
-        == layers.panels({"rows": [row(layers.ZEROS + "output", "0.0000")]})
-    )
+    assert layers.panels(None) == [] == layers.panels({"rows": [row("zeros.output", 0.0000)]})

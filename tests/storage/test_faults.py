@@ -22,7 +22,11 @@ from surgery.operations.upcycle import upcycle
 from surgery.proof.integrity import damaged_shards
 from surgery.storage import open_checkpoint
 from surgery.storage.digest import HEADER
-from surgery.workflow import run
+from surgery.storage.record import read_record
+from surgery.workflow import convert as conversion
+from surgery.workflow.convert import Result
+from surgery.workflow.observer import Observer, Silent
+from surgery.workflow.verify import verify_folder
 
 SIZES = {"layers": 4, "hidden": 64, "ff": 256, "vocab": 500}
 
@@ -32,7 +36,7 @@ def source(tmp_path: Path) -> Checkpoint:
     return open_checkpoint(write_llama(tmp_path / "m", shards=3, **SIZES))
 
 
-class After(run.Silent):
+class After(Silent):
     """Calls `happens` once, when `written` bytes of shards have been written."""
 
     def __init__(self, written: int, happens: Callable[[], None]) -> None:
@@ -57,10 +61,10 @@ KINDS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
 
 
 def convert(
-    source: Checkpoint, out: Path, kind: str = "extents", observer: run.Observer | None = None
-) -> run.Result:
+    source: Checkpoint, out: Path, kind: str = "extents", observer: Observer | None = None
+) -> Result:
     size = None if kind == "verbatim" else 150_000
-    return run.convert(
+    return conversion.convert_alone(
         source, KINDS[kind](source), out, max_shard_size=size, verify=False, observer=observer
     )
 
@@ -253,13 +257,13 @@ def test_a_source_of_links_is_read_and_never_written(tmp_path: Path) -> None:
     )
     source = open_checkpoint(tmp_path / "m")
     for out in (tmp_path / "out", tmp_path / "linked"):
-        run.convert(
+        convert(
             source, relufy(source, repair="none"), out, verify=False, hardlink=out.name == "linked"
         )
         assert not any(p.is_symlink() for p in out.rglob("*"))
     (tmp_path / "linked" / "config.json").unlink()
     (tmp_path / "linked" / "model-00001-of-00003.safetensors").unlink()
-    run.convert(source, relufy(source, repair="none"), tmp_path / "linked", verify=False)
+    convert(source, relufy(source, repair="none"), tmp_path / "linked", verify=False)
     assert files_of(blobs) == before and modes == {
         p: (p.stat().st_mtime_ns, p.stat().st_mode) for p in blobs.iterdir()
     }
@@ -298,7 +302,7 @@ def test_a_shard_is_on_the_disk_before_it_has_its_name(
 
 
 def verified(source: Checkpoint, out: Path) -> tuple[str, ...]:
-    rows = {r.check: r for r in run.verify_folder(source, out).rows}
+    rows = {r.check: r for r in verify_folder(source, out).rows}
     assert not rows["shards damaged"].passed
     return rows["shards damaged"].detail
 
@@ -312,7 +316,7 @@ def test_a_flipped_bit_is_found_in_its_tensor(
     """
     out = tmp_path / "out"
     size = None if kind == "verbatim" else 150_000
-    run.convert(source, KINDS[kind](source), out, max_shard_size=size)
+    convert(source, KINDS[kind](source), out, max_shard_size=size)
     found = open_checkpoint(out)
     for name in ("model.layers.2.self_attn.q_proj.weight", "lm_head.weight", "model.norm.weight"):
         extent = found.tensors[name].extents[0]
@@ -327,7 +331,7 @@ def test_a_flipped_bit_is_found_in_its_tensor(
     (detail,) = verified(source, out)
     assert shard.name in detail and f"{HEADER} differs" in detail
     flip(shard, 20)
-    assert damaged_shards(out, run.read_record(out)["shards"])[0] == []
+    assert damaged_shards(out, read_record(out)["shards"])[0] == []
 
 
 def flip(path: Path, position: int) -> None:
@@ -341,7 +345,7 @@ def flip(path: Path, position: int) -> None:
 def test_a_shard_that_a_killed_run_left_is_covered_too(source: Checkpoint, tmp_path: Path) -> None:
     """It was not hashed when it was written; the record is that of an unbroken run all the same."""
     whole, out = tmp_path / "whole", tmp_path / "out"
-    run.convert(source, upcycle(source, experts=2), whole, max_shard_size=150_000)
+    convert(source, upcycle(source, experts=2), whole, max_shard_size=150_000)
 
     class Killed(Exception):  # noqa: N818
         pass
@@ -350,12 +354,12 @@ def test_a_shard_that_a_killed_run_left_is_covered_too(source: Checkpoint, tmp_p
         raise Killed
 
     with pytest.raises(Killed):
-        run.convert(
+        convert(
             source,
             upcycle(source, experts=2),
             out,
             max_shard_size=150_000,
             observer=After(400_000, kill),
         )
-    assert run.convert(source, upcycle(source, experts=2), out, max_shard_size=150_000).resumed >= 1
+    assert convert(source, upcycle(source, experts=2), out, max_shard_size=150_000).resumed >= 1
     assert files_of(out)["surgery.json"] == files_of(whole)["surgery.json"]

@@ -12,7 +12,9 @@ from support import llama_config, write_llama
 
 from surgery.errors import SurgeryError
 from surgery.storage import open_checkpoint
-from surgery.workflow import recipe, run
+from surgery.workflow import recipe
+from surgery.workflow.convert import convert
+from surgery.workflow.verify import verify_folder
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
 
@@ -95,9 +97,9 @@ def test_a_record_that_names_files_elsewhere(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     from surgery.operations.relufy import relufy
 
-    run.convert(source, relufy(source, repair="none"), out, verify=False)
+    convert(source, relufy(source, repair="none"), out, verify=False)
     record = json.loads((out / "surgery.json").read_text())
     record["shards"][name] = {"bytes": 1, "sha256": None}
     (out / "surgery.json").write_text(json.dumps(record))
     with pytest.raises(SurgeryError, match="names a file outside its folder"):
-        run.verify_folder(source, out)
+        verify_folder(source, out)

@@ -20,7 +20,8 @@ from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint
 from surgery.storage.lock import held
 from surgery.storage.writer import MARKER
-from surgery.workflow import run
+from surgery.workflow import convert as conversion
+from surgery.workflow.convert import Result
 
 
 @pytest.fixture
@@ -28,8 +29,8 @@ def source(tmp_path: Path) -> Checkpoint:
     return open_checkpoint(write_llama(tmp_path / "m", shards=3, layers=4))
 
 
-def convert(source: Checkpoint, out: Path, *, experts: int = 2, **options: bool) -> run.Result:
-    return run.convert(
+def convert(source: Checkpoint, out: Path, *, experts: int = 2, **options: bool) -> Result:
+    return conversion.convert_alone(
         source,
         upcycle(source, experts=experts),
         out,
@@ -69,7 +70,7 @@ def test_another_command_is_refused(source: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(SurgeryError, match="finished output of another command"):
         convert(source, out, experts=4)
     with pytest.raises(SurgeryError, match="finished output of another command"):
-        run.convert(source, relufy(source, repair="none"), out, verify=False)
+        convert(source, relufy(source, repair="none"), out, verify=False)
     assert files_of(out) == finished
     (out / "surgery.json").unlink()
     (out / "config.json").unlink()
@@ -168,7 +169,7 @@ def test_a_small_disk_is_found_before_the_first_byte(
         write_llama(tmp_path / "large", tensors=big, layers=1, vocab=60_000, hidden=64)
     )
     with pytest.raises(SurgeryError, match=r"needs 0\.02 GB and the disk has 0\.02 GB free"):
-        run.convert(large, upcycle(large), out, verify=False)
+        convert(large, upcycle(large), out, verify=False)
     assert not (tmp_path / "a").exists()
     convert(source, out)  # this one fits
 
@@ -203,7 +204,7 @@ def test_a_source_truncated_meanwhile_is_one_error(
     shard = tmp_path / "m" / "model-00003-of-00003.safetensors"
     shard.write_bytes(shard.read_bytes()[:-10])
     with pytest.raises(SurgeryError, match=r"model-00003-of-00003\.safetensors ended early"):
-        run.convert(source, output, tmp_path / "out", verify=False)
+        convert(source, output, tmp_path / "out", verify=False)
     with pytest.raises(SurgeryError):
         open_checkpoint(tmp_path / "out")
 

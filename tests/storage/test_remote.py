@@ -19,8 +19,9 @@ from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint, remote
 from surgery.storage.files import bytes_on_disk, bytes_to_fetch
 from surgery.storage.staging import Staging
+from surgery.workflow.convert import convert
+from surgery.workflow.delivery import deliver, is_delivered
 from surgery.workflow.dry_run import describe
-from surgery.workflow.run import convert, deliver, is_delivered
 
 SOURCE, OUT = "memory://bucket/llama", "memory://bucket/moe"
 

@@ -19,7 +19,7 @@ from support import COMMAND, Ran, assert_two_lines, environment, files_of, surge
 
 from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint
-from surgery.workflow.run import convert
+from surgery.workflow.convert import convert
 
 REPO = "me/llama-moe"
 

@@ -16,9 +16,10 @@ from support import write_llama
 from surgery.checkpoint import make_plan
 from surgery.demo import MODEL
 from surgery.errors import SurgeryError, UsageError
+from surgery.operations import names
 from surgery.storage import open_checkpoint
 from surgery.workflow import recipe
-from surgery.workflow.run import convert
+from surgery.workflow.convert import convert
 
 UPCYCLE = "source: demo\noperations:\n  - operation: upcycle\n    experts: 8\n    layers: 0-1,3\n"
 
@@ -240,7 +241,7 @@ def test_the_schema_knows_every_parameter() -> None:
         i["properties"]["operation"]["const"]: i
         for i in known["properties"]["operations"]["items"]["anyOf"]
     }
-    assert set(items) == set(recipe.OPERATIONS)
+    assert set(items) == set(names())
     upcycle = items["upcycle"]["properties"]
     assert upcycle["experts"]["type"] == ["integer", "null"] and upcycle["drop"] == upcycle[
         "drop"

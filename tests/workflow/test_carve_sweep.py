@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from surgery.analysis.carve_sweep import Sweep, allocate, sweep
+from surgery.analysis.sweep import Sweep
 from surgery.calibration.settings import Calibration
 from surgery.demo import MODEL
 from surgery.errors import UsageError
-from surgery.operations.carve import carve
+from surgery.operations.carve import Options, allocate, carve, plan
 from surgery.proof import quality
 from surgery.storage import open_checkpoint
+from surgery.workflow.carve_sweep import sweep
 
 SETTINGS = Calibration(tokens=1536, dtype="fp32")  # three windows, a batch
 
@@ -63,7 +64,7 @@ def test_parts_go_to_the_layers_that_need_them() -> None:
     """
     source = open_checkpoint(MODEL)
     options: dict[str, Any] = {"experts": 8, "layers": [0, 4], "calibration": SETTINGS}
-    found = allocate(source, active=[4], **options)[4]
+    found = allocate(plan(source, Options(active=4, **options)))
     assert sum(found) == 8 and found[0] >= 6
     each = {
         a: sweep(source, fractions=[0.5, 1], allocation=a, evaluated=1024, **options)
@@ -83,9 +84,8 @@ def test_a_layer_that_writes_nothing_needs_no_part() -> None:
     name = "model.layers.3.mlp.down_proj.weight"
     quiet = source.tensors[name].map("nearly nothing", lambda t: t * 1e-3)
     source = source.replace(tensors={**source.tensors, name: quiet})
-    found = allocate(
-        source, experts=8, active=[4, 5], shared=1, layers=[2, 3, 5], calibration=SETTINGS
-    )
+    options = {"experts": 8, "shared": 1, "layers": [2, 3, 5], "calibration": SETTINGS}
+    found = {n: allocate(plan(source, Options(active=n, **options))) for n in (4, 5)}
     assert [sum(found[n]) for n in (4, 5)] == [12, 15] and found[4][1] == found[5][
         1
     ] == 2  # one shared, one to choose

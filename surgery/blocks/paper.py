@@ -1,0 +1,23 @@
+"""Papers that methods are from, for model cards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """A paper on arXiv: its number, first author ("Last, First"), title and year."""
+
+    number: str
+    author: str
+    title: str
+    year: int
+
+    @property
+    def bibtex(self) -> str:
+        key = f"{self.author.partition(',')[0].lower()}{self.year}"
+        return (
+            f"@misc{{{key},\n  title = {{{self.title}}},\n  author = {{{self.author} and others}},\n"
+            f"  year = {{{self.year}}},\n  eprint = {{{self.number}}},\n  archivePrefix = {{arXiv}}\n}}"
+        )

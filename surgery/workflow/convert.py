@@ -1,0 +1,202 @@
+"""Convert: plan, write, record, verify. The one way from operations on a checkpoint to a folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgery import finetune as training
+from surgery.checkpoint import Checkpoint, Plan, make_plan
+from surgery.errors import SurgeryError
+from surgery.report import card
+from surgery.storage import Written, add, check_space, check_target, finish, is_finished, write
+from surgery.storage.lock import held
+from surgery.storage.processes import Group
+from surgery.storage.record import read_record
+from surgery.workflow.observer import Observer, Silent
+from surgery.workflow.recipe import dump, recipe_of
+from surgery.workflow.record import make_record
+from surgery.workflow.settle import prepare, settle
+from surgery.workflow.trust import require_trust
+from surgery.workflow.verify import require_names, verify_folder
+
+if TYPE_CHECKING:
+    from surgery.proof.verification import Verification
+
+RECIPE = "recipe.yaml"
+BASE_MEMORY = 250_000_000  # measured: the interpreter with torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A finished conversion: where it is, what was done, what the verification found.
+
+    `verification` is None where it was left out; `resumed` counts shards of an earlier run.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+    verification: Verification | None
+    resumed: int = 0
+    already: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """One conversion under way."""
+
+    source: Checkpoint
+    output: Checkpoint
+    plan: Plan
+    out: Path
+    max_shard_size: int | None
+    hardlink: bool
+    verify: bool
+    finetune: Mapping[str, Any]
+    command: str
+    observer: Observer
+    group: Group
+
+
+def convert(
+    source: Checkpoint,
+    output: Checkpoint,
+    out: Path,
+    *,
+    max_shard_size: int | None = None,
+    hardlink: bool = False,
+    verify: bool = True,
+    finetune: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    command: str = "",
+    observer: Observer | None = None,
+    group: Group | None = None,
+) -> Result | None:
+    """Write `output`, which operations made of `source`, to the folder `out`; record and verify it.
+
+    An interrupted run is taken up where it stopped; a finished one is only verified again. Every
+    process of a `group` calls this; it returns None in all but the first.
+
+    1. Choices that need a walk are made, and the output is planned.
+    2. Everything that can be known to fail is checked, before the first byte.
+    3. Calibrations run in the first process; all of them write their share of the shards.
+    4. The first process records the output and verifies it.
+
+    Args:
+        finetune: options that the script in finetune/ is to have by itself.
+
+    Raises SurgeryError before the first byte for anything that can be known then.
+    """
+    observer, group = observer or Silent(), group or Group()
+    require_trust(source, trust_remote_code)
+    output = settle(output, scratch(out), observer, group)
+    run = _Run(
+        source=source,
+        output=output,
+        plan=make_plan(output, max_shard_size),
+        out=out,
+        max_shard_size=max_shard_size,
+        hardlink=hardlink,
+        verify=verify,
+        finetune=finetune or {},
+        command=command,
+        observer=observer,
+        group=group,
+    )
+    _require_same_plan(run)
+    already: bool = group.first(partial(_is_there, run))
+    if group.rank:
+        if not already:
+            _write(run)
+        return None
+    with nullcontext() if already else held(out):
+        written = None if already else _finished(run, _write(run))
+        shutil.rmtree(scratch(out), ignore_errors=True)
+        fresh = [n for n, digest in written.digests.items() if digest] if written else ()
+        found = verify_folder(source, out, trust_remote_code, observer, fresh) if verify else None
+    return Result(
+        folder=out,
+        record=read_record(out),
+        verification=found,
+        resumed=written.resumed if written else 0,
+        already=already,
+        notes=[n for step in output.steps for n in step.notes],
+    )
+
+
+def convert_alone(source: Checkpoint, output: Checkpoint, out: Path, **options: Any) -> Result:
+    """Convert in one process: see `convert`."""
+    result = convert(source, output, out, **options)
+    assert result is not None
+    return result
+
+
+def scratch(out: Path) -> Path:
+    """Return where calibrations keep their results until they are written: beside the output."""
+    return out.with_name(f"{out.name}.calibration")
+
+
+def _require_same_plan(run: _Run) -> None:
+    """Raise SurgeryError where the processes would write different outputs."""
+    for number, fingerprint in enumerate(run.group.gather(run.plan.fingerprint)):
+        if fingerprint != run.plan.fingerprint:
+            raise SurgeryError(
+                f"process {number} of {run.group.size} would write another output than the first",
+                "give all of them the same source, options and version of surgery",
+            )
+
+
+def _is_there(run: _Run) -> bool:
+    """Return whether the output is finished already, after every check before the first byte."""
+    card.metadata_of(run.source)  # fetched now, so that the Hub is not needed after hours of work
+    check_target(run.plan, run.out, run.source)
+    if is_finished(run.plan, run.out):
+        if run.finetune and run.finetune != read_record(run.out).get("finetune"):
+            raise SurgeryError(
+                f"{run.out} is finished, and its fine-tune script has other options than these",
+                f"remove it (rm -r {run.out}) or give another folder with --out",
+            )
+        return True
+    if run.verify:
+        require_names(run.source, run.output)
+    check_space(run.plan, run.out, run.hardlink)  # also for what a calibration will download
+    return False
+
+
+def _write(run: _Run) -> Written:
+    """Calibrate in the first process, then write this process's share of the shards."""
+
+    def calibrate() -> None:
+        prepare(run.output, scratch(run.out), run.observer)
+
+    run.group.first(calibrate)
+    if run.group.rank:
+        prepare(run.output, scratch(run.out), Silent())  # what the first has left there
+    with run.observer.stage("writing", run.plan.nbytes, "B") as progress:
+        return write(
+            run.plan,
+            run.out,
+            source=run.source,
+            hardlink=run.hardlink,
+            hashed=run.verify,
+            progress=progress,
+            group=run.group,
+        )
+
+
+def _finished(run: _Run, written: Written) -> Written:
+    """Write what stands beside the weights; the card only where no verification will write it."""
+    output, finetune = run.output, run.finetune
+    made = recipe_of(output, max_shard_size=run.max_shard_size, finetune=finetune)
+    record = make_record(output, run.plan, written.digests, run.command, finetune)
+    text = f"# surgery run {RECIPE} --out FOLDER\n{dump(made)}"
+    add(run.out, {RECIPE: text.encode(), **training.files(record, output.config)})
+    before = run.source if run.source.steps != output.steps else None
+    finish(run.out, record, {} if run.verify else card.files(before, output, run.out, record))
+    return written

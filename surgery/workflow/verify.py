@@ -1,0 +1,145 @@
+"""Verify an output in a folder against its source, and write what was found into its record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgery import operations
+from surgery.checkpoint import Checkpoint
+from surgery.checkpoint.row import Row
+from surgery.errors import SurgeryError
+from surgery.operations.operation import Operation, Parameters
+from surgery.proof.integrity import damaged_shards, nonfinite, stray_weights
+from surgery.report import card
+from surgery.storage import finish, open_checkpoint
+from surgery.storage.digest import Digest
+from surgery.storage.record import read_record
+from surgery.workflow.observer import Observer, Silent
+from surgery.workflow.trust import require_trust
+
+if TYPE_CHECKING:
+    from surgery.proof.verification import Verification
+
+
+def verify_folder(
+    source: Checkpoint,
+    folder: Path,
+    trust_remote_code: bool = False,
+    observer: Observer | None = None,
+    fresh: Iterable[str] = (),
+) -> Verification:
+    """Verify the output in `folder` against its source; write the result into its surgery.json.
+
+    1. Shards are compared with their recorded sha256, values of the source are looked through.
+    2. Names and shapes, then parity or quality, then the operations' own checks.
+    3. The record and the card are written.
+
+    `fresh` are shards that were hashed while this very run wrote them.
+    """
+    observer = observer or Silent()
+    record = read_record(folder)
+    require_trust(source, trust_remote_code)
+    rows, digests = check_files(source, folder, record["shards"], fresh, observer)
+    from surgery.proof.verification import Verification  # torch and transformers
+
+    exact = bool(record["exact"])
+    verification, output = Verification(rows=tuple(rows), exact=exact, dtype=""), None
+    if verification.passed:
+        output = open_checkpoint(folder)
+        require_trust(output, trust_remote_code)
+        with observer.stage("verifying", 0, "layer") as progress:
+            verification = _verified(source, output, record, rows, progress)
+    for name, digest in digests.items():
+        record["shards"][name] |= digest
+    record["verification"] = verification.as_dict()
+    finish(folder, record, {} if output is None else card.files(source, output, folder, record))
+    return verification
+
+
+def _verified(
+    source: Checkpoint,
+    output: Checkpoint,
+    record: Mapping[str, Any],
+    rows: list[Row],
+    progress: Any,
+) -> Verification:
+    from surgery.proof.verification import verify
+
+    steps = _steps(record)
+    return verify(
+        source,
+        output,
+        exact=bool(record["exact"]),
+        layers=record["layers"] or None,
+        beside=_beside(source, output, steps),
+        checks=[check for operation, p in steps for check in operation.checks(p)],
+        first=rows,
+        progress=progress,
+    )
+
+
+def _steps(record: Mapping[str, Any]) -> list[tuple[Operation, Parameters]]:
+    found = ((operations.known(s["operation"]), s) for s in record["recipe"])
+    return [(operation, parameters) for operation, parameters in found if operation]
+
+
+def _beside(
+    source: Checkpoint, output: Checkpoint, steps: Sequence[tuple[Operation, Parameters]]
+) -> Mapping[str, Checkpoint]:
+    """Return the models to show beside the output: where one operation alone was applied."""
+    changing = [(o, p) for o, p in steps if o.name != "cast"]
+    if len(changing) != 1 or changing[0][0].beside is None:
+        return {}
+    operation, parameters = changing[0]
+    assert operation.beside is not None
+    return operation.beside(source, output, parameters)
+
+
+def require_names(source: Checkpoint, output: Checkpoint) -> None:
+    """Check names and shapes against the model class, before the first byte.
+
+    Raises SurgeryError where the output could not load.
+    """
+    from surgery.calibration.stock import check_names
+    from surgery.proof.verification import name_rows
+
+    for row in name_rows(check_names(source), check_names(output)):
+        if not row.passed:
+            raise SurgeryError(
+                f"{row.check}: {row.detail[0]} ({row.value} such)",
+                "the checkpoint does not fit its config.json: fetch it again, or mend the config",
+            )
+
+
+def check_files(
+    source: Checkpoint,
+    folder: Path,
+    shards: Mapping[str, Any],
+    fresh: Iterable[str],
+    observer: Observer,
+) -> tuple[list[Row], dict[str, Digest]]:
+    """Check that shards are as recorded, that no other weights lie there, that values are finite."""
+    from surgery.proof.verification import none_of
+
+    unread = sum(s["bytes"] for name, s in shards.items() if name not in fresh)
+    with observer.stage("reading back", unread + source.nbytes, "B") as progress:
+        damaged, digests = damaged_shards(folder, shards, fresh, progress)
+        bad = nonfinite(source.tensors, progress)
+    stray = stray_weights(folder, shards)
+    rows = [
+        none_of("shards_damaged", "shards damaged", damaged),
+        none_of("stray_weights", "weight files of another run", stray),
+    ]
+    if bad:
+        rows.append(
+            Row(
+                key="nonfinite_values.source",
+                check="warning: NaN or Inf in the source",
+                value=len(bad),
+                detail=tuple(bad),
+                warns=True,
+            )
+        )
+    return rows, digests
