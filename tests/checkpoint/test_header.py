@@ -19,7 +19,7 @@ from surgery.checkpoint import Checkpoint, LazyTensor, Source, make_plan, natura
 from surgery.checkpoint.header import FIRST_READ, read_header
 from surgery.errors import SurgeryError
 from surgery.storage import write
-from surgery.storage.files import LocalFile
+from surgery.storage.local import LocalFile
 
 VALUES = {
     "odd": torch.tensor(

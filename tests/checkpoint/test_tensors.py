@@ -20,7 +20,7 @@ from surgery.checkpoint import (
 from surgery.checkpoint.header import read_header
 from surgery.errors import SurgeryError
 from surgery.storage import open_checkpoint, write
-from surgery.storage.files import LocalFile
+from surgery.storage.local import LocalFile
 
 A = torch.arange(24, dtype=torch.float32).reshape(6, 4).to(torch.bfloat16)
 B = (torch.arange(12, dtype=torch.float32).reshape(3, 4) * -0.5).to(torch.bfloat16)

@@ -306,13 +306,13 @@ def test_impossible_shapes_are_wrong_usage(
         (
             "olmo2",
             {"shared": 1},
-            "flex_olmo has no shared expert); the block of surgery shares parts of the MLP",
+            "flex_olmo has no shared expert); the custom-code block can share a part of the MLP",
             "another shape",
         ),
         (
             "olmo2",
             {"shared": 1, "target": "surgery"},
-            "the block of surgery shares parts of the MLP",
+            "the custom-code block can share a part of the MLP",
             "another shape",
         ),
         (
@@ -348,7 +348,7 @@ def test_impossible_shapes_are_wrong_usage(
         (
             "qwen3",
             {"target": "dots1", "experts": 1, "top_k": 1},
-            "dots1 chooses among two experts",
+            "dots1 needs at least two experts",
             "another shape",
         ),
     ],

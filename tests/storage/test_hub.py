@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from support import Ran, assert_two_lines, environment, files_of, surgery, write_llama
 
 from surgery.errors import SurgeryError
-from surgery.storage.files import hub_errors
+from surgery.storage.hub import hub_errors
 from surgery.storage.writer import SLACK
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

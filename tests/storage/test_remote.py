@@ -17,7 +17,7 @@ from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError
 from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint, remote
-from surgery.storage.files import bytes_on_disk, bytes_to_fetch
+from surgery.storage.downloads import bytes_on_disk, bytes_to_fetch
 from surgery.storage.staging import Staging
 from surgery.workflow.dry_run import describe
 from surgery.workflow.run import convert, deliver, is_delivered
