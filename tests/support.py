@@ -107,7 +107,7 @@ def write_llama(
 def write_shards(
     folder: Path, tensors: Mapping[str, torch.Tensor], shards: int = 1
 ) -> dict[str, str]:
-    """Write tensors as `shards` files, with an index if there are several; return the weight map."""
+    """Write tensors into `shards` files, with an index if several; return the weight map."""
     if shards == 1:
         save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
         return dict.fromkeys(tensors, "model.safetensors")

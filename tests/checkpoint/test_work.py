@@ -1,6 +1,4 @@
-"""Work that tensors wait for: planned without data, run once, taken up after an interruption, gone
-when it is done.
-"""
+"""Work that tensors wait for: it is planned without data, runs once, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -24,7 +22,10 @@ NAME = "model.norm.weight"
 def doubled(
     ran: list[str], *, fail: bool = False, identity: str = "double"
 ) -> Callable[[], tuple[Checkpoint, Checkpoint]]:
-    """The demo model with its last norm doubled by work that notes when it runs."""
+    """Return a function that gives the demo model, and the same with its last norm doubled.
+
+    The doubling is work that appends to `ran` when it begins.
+    """
     source = open_checkpoint(MODEL)
 
     def work(work: Work, progress: Callable[[int], None]) -> None:
@@ -58,9 +59,8 @@ def test_conversion_runs_it_once_and_leaves_nothing_behind(tmp_path: Path) -> No
     assert torch.equal(written.tensors[NAME].read(), source.tensors[NAME].read() * 2)
     assert ran == ["began"] and result.record["calibration"] == [{"factor": 2}]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    again = run.convert(
-        *doubled(ran)(), tmp_path / "out", verify=False
-    )  # known by its plan: nothing runs
+    # The output is recognised by its plan, so nothing runs.
+    again = run.convert(*doubled(ran)(), tmp_path / "out", verify=False)
     assert again.already and ran == ["began"]
 
 
@@ -89,7 +89,7 @@ def test_a_broken_promise_is_a_bug() -> None:
 
 
 def test_a_thread_that_reads_waits_for_the_one_that_prepares() -> None:
-    """A loader reads many tensors at once: none may see the folder before its file is there."""
+    """A loader reads many tensors at once: none may look for its file before it has been made."""
 
     def run(work: Work, progress: Any) -> None:
         time.sleep(0.05)
