@@ -159,7 +159,7 @@ def _why(source: str, best: Target, others: Sequence[str], reasons: Mapping[str,
     """Return the note about what `--target auto` chose."""
     could = f"; --target {' or '.join(others)} could too" if others else ""
     not_these = [
-        why if why.startswith(f"{t} ") else f"not {t}: {why}" for t, why in reasons.items()
+        why if why.startswith(f"{t} ") else f"{t} cannot: {why}" for t, why in reasons.items()
     ]
     cannot = f" ({'; '.join(not_these)})" if not_these else ""
     return f"{best.model_type} holds this {source} exactly in this shape{could}{cannot}"
