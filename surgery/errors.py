@@ -1,8 +1,15 @@
-"""The one exception users see: what failed with the value seen, and what to do about it."""
+"""The exceptions that users see: what failed, with the value seen, and what to do about it."""
 
 
 class SurgeryError(Exception):
-    """A known failure. `message` says what failed and the value seen; `hint` says what to do."""
+    """A known failure.
+
+    The command line prints both lines and exits with code 1.
+
+    Args:
+        message: what failed, with the value seen.
+        hint: what to do about it.
+    """
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -10,9 +17,9 @@ class SurgeryError(Exception):
         self.hint = hint
 
 
-class ReportedElsewhere(Exception):  # noqa: N818 - no error of its own
-    """This process of several ends, and the first of them says why."""
-
-
 class UsageError(SurgeryError):
-    """The options contradict each other or the model; the command line exits 2 for it."""
+    """A contradiction between options, or between an option and the model; exits with code 2."""
+
+
+class ReportedElsewhere(Exception):  # noqa: N818 - the error itself is reported by rank 0
+    """Raised on a non-zero rank to end it in silence, because rank 0 prints the cause."""

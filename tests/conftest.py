@@ -1,4 +1,4 @@
-"""What tests share: conversions of tiny models, each made once, and a run of transformers 4."""
+"""Fixtures for all tests: conversions of tiny models, made once, and runs of transformers 4."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-# Code that travels is imported from a copy in this folder, under names that processes would share.
+# transformers imports custom code from a copy in this folder. Test processes that shared the folder
+# would overwrite each other's copies.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="surgery-modules-")
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
@@ -24,6 +25,7 @@ JOB = Path(__file__).parent / "transformers_4.py"
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A Workshop that makes each conversion once in a session."""
     from models import Workshop
 
     return Workshop(tmp_path_factory.mktemp("conversions"))
@@ -31,8 +33,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def run_transformers_4() -> Callable[[dict[str, Any]], Any]:
-    """Runs a job of transformers_4.py with the transformers 4.57 in the folder that
-    SURGERY_TRANSFORMERS_4 names.
+    """A function that runs a job of transformers_4.py with transformers 4.57.
+
+    The environment variable SURGERY_TRANSFORMERS_4 names the folder with that version.
     """
     folder = os.environ.get("SURGERY_TRANSFORMERS_4")
     if not folder:

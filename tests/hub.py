@@ -1,5 +1,4 @@
-"""A Hub on localhost: what `huggingface_hub` asks for when it reads and writes, and a count of what
-it asked for.
+"""A Hub on localhost: it answers what `huggingface_hub` asks for, and counts the requests.
 
 with FakeHub() as hub:
     commit = hub.add("owner/name", {"config.json": b"{}"})
@@ -28,8 +27,16 @@ Files = dict[str, bytes]
 
 @dataclass(slots=True)
 class Repository:
-    """Commits by their hash, branches and tags by name. The files of a gated one are refused, its
-    listing is not; a lost file is listed and not there."""
+    """A repository of the Hub.
+
+    Args:
+        commits: the files of each commit, by its hash.
+        refs: the commit of each branch and tag, by its name.
+        gated: whether its files, but not its listing, are refused without a token.
+        lost: the name of a file that is listed but not there.
+        private: whether it is invisible without a token.
+        pulls: its pull requests.
+    """
 
     commits: dict[str, Files] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
@@ -40,9 +47,7 @@ class Repository:
 
 
 class RefusedError(Exception):
-    """An answer other than 200, with the code that tells the client which of its exceptions to
-    raise.
-    """
+    """An answer other than 200; `code` tells the client which exception to raise."""
 
     def __init__(self, status: int, code: str) -> None:
         super().__init__(code)
@@ -50,9 +55,12 @@ class RefusedError(Exception):
 
 
 class FakeHub:
-    """`served` counts the bytes of each file's content, `requests` the requests by method and path.
-    The first answers to requests whose path holds `busy_at` are the statuses of `busy`, a number
-    each: 503, 429, ..."""
+    """The server, with its repositories and its counters.
+
+    `served` counts the bytes of each file's content, and `requests` the requests by method and
+    path. `busy` holds the statuses (503, 429, ...) of the first answers to requests whose path
+    contains `busy_at`.
+    """
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
@@ -60,7 +68,7 @@ class FakeHub:
         self.requests: Counter[str] = Counter()
         self.busy: list[int] = []
         self.busy_at = ""
-        self.large: dict[str, bytes] = {}  # what LFS holds, by sha256
+        self.large: dict[str, bytes] = {}  # the content of LFS, by sha256
         self.held = ""  # the LFS object that hangs while it is sent
         self.hanging, self.release = threading.Event(), threading.Event()
         self._lock = threading.Lock()
@@ -69,9 +77,8 @@ class FakeHub:
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> FakeHub:
-        threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-        ).start()
+        options = {"poll_interval": 0.01}
+        threading.Thread(target=self._server.serve_forever, kwargs=options, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,25 +86,20 @@ class FakeHub:
         self._server.server_close()
 
     def add(self, name: str, files: Files | Path, *, ref: str = "main", gated: bool = False) -> str:
-        """Commit `files` (or the content of a folder) to the branch `ref`; the commit's hash."""
+        """Commit `files`, or the content of a folder, to the branch `ref`; return the hash."""
         if isinstance(files, Path):
-            files = {
-                p.relative_to(files).as_posix(): p.read_bytes()
-                for p in files.rglob("*")
-                if p.is_file()
-            }
+            paths = (p for p in files.rglob("*") if p.is_file())
+            files = {p.relative_to(files).as_posix(): p.read_bytes() for p in paths}
         repository = self.repositories.setdefault(name, Repository())
-        content = b"".join(
-            path.encode() + hashlib.sha1(data).digest() for path, data in sorted(files.items())
-        )
-        commit = hashlib.sha1(name.encode() + content).hexdigest()
+        content = [path.encode() + hashlib.sha1(d).digest() for path, d in sorted(files.items())]
+        commit = hashlib.sha1(name.encode() + b"".join(content)).hexdigest()
         repository.commits[commit] = files
         repository.refs[ref] = commit
         repository.gated = gated
         return commit
 
     def forget(self) -> None:
-        """Start counting anew."""
+        """Reset the counters."""
         self.served.clear()
         self.requests.clear()
 
@@ -119,20 +121,16 @@ class FakeHub:
 
     @staticmethod
     def oid(path: str, data: bytes) -> str:
-        """What names the content: sha256 of what LFS keeps, git's hash of a blob."""
-        large = path.endswith(".safetensors")
-        return (
-            hashlib.sha256(data).hexdigest()
-            if large
-            else hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        )
+        """Return the id of a content: its sha256 if LFS keeps it, else git's hash of the blob."""
+        if path.endswith(".safetensors"):
+            return hashlib.sha256(data).hexdigest()
+        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
     def find(self, name: str, revision: str) -> tuple[str, Files]:
-        """The commit that `revision` names, and its files."""
+        """Return the commit that `revision` names, and its files."""
         if name not in self.repositories:
-            raise RefusedError(
-                401, "RepoNotFound"
-            )  # the Hub does not tell strangers what is private and what is absent
+            # The Hub does not tell strangers what is private and what is absent.
+            raise RefusedError(401, "RepoNotFound")
         repository = self.repositories[name]
         commit = repository.refs.get(revision, revision)
         if commit not in repository.commits:
@@ -161,16 +159,14 @@ class _Handler(Writes, BaseHTTPRequestHandler):
         try:
             self.hub.refuse_if_busy(url.path)
             for method, pattern, name in _ROUTES:
-                if re.fullmatch(method, self.command) and (
-                    match := re.fullmatch(pattern, url.path)
-                ):
-                    self._refuse_strangers(match.groupdict().get("name") or "")
-                    return getattr(self, name)(
-                        **{k: unquote(v or "main") for k, v in match.groupdict().items()}
-                    )
+                match = re.fullmatch(pattern, url.path)
+                if match and re.fullmatch(method, self.command):
+                    groups = match.groupdict()
+                    self._refuse_strangers(groups.get("name") or "")
+                    return getattr(self, name)(**{k: unquote(groups[k] or "main") for k in groups})
             raise RefusedError(404, "")
         except BrokenPipeError:
-            self.close_connection = True  # the client was killed
+            self.close_connection = True  # The client was killed.
         except RefusedError as e:
             self.hub.count(f"{self.command} {url.path}")
             self._answer(e.status, b"{}", {"X-Error-Code": e.code, "X-Error-Message": e.code})
@@ -178,7 +174,7 @@ class _Handler(Writes, BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = _serve  # noqa: N815
 
     def _refuse_strangers(self, name: str) -> None:
-        """What is private is as good as absent without a token."""
+        """Answer for a private repository as for an absent one where there is no token."""
         repository = self.hub.repositories.get(name)
         if repository is not None and repository.private and not self.has_token():
             raise RefusedError(401, "RepoNotFound")
@@ -231,9 +227,8 @@ class _Handler(Writes, BaseHTTPRequestHandler):
             start, stop = int(match[1]), min(int(match[2] or len(data)) + 1, len(data))
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
             data, status = data[start:stop], 206
-        self.hub.count(
-            f"{self.command} {file}", f"{name}/{file}", len(data) if self.command == "GET" else 0
-        )
+        sent = len(data) if self.command == "GET" else 0
+        self.hub.count(f"{self.command} {file}", f"{name}/{file}", sent)
         self._answer(status, data, headers)
 
     def _json(self, value: Any) -> None:
@@ -260,7 +255,7 @@ def _entry(path: str, data: bytes) -> dict[str, Any]:
 
 def _sizes(path: str, data: bytes) -> dict[str, Any]:
     oid = FakeHub.oid(path, data)
-    large = (
-        {"lfs": {"sha256": oid, "size": len(data), "pointerSize": 134}} if len(oid) == 64 else {}
-    )
-    return {"size": len(data), "blobId": oid[:40], **large}
+    sizes: dict[str, Any] = {"size": len(data), "blobId": oid[:40]}
+    if len(oid) == 64:
+        sizes["lfs"] = {"sha256": oid, "size": len(data), "pointerSize": 134}
+    return sizes

@@ -1,5 +1,6 @@
-"""The half of the Hub on localhost that writes: repositories, LFS, commits, pull requests. See
-hub.py.
+"""The half of the Hub on localhost that is written to: repositories, LFS, commits, pull requests.
+
+The other half is in hub.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ROUTES = (
 
 
 class Writes:
-    """Handlers, mixed into that of hub.py."""
+    """Handlers of requests that write, mixed into the handler of hub.py."""
 
     hub: FakeHub
     body: bytes
@@ -47,9 +48,8 @@ class Writes:
         if name in self.hub.repositories:
             self.refuse(409, "")
         self.hub.add(name, {".gitattributes": b""})
-        self.hub.repositories[name].private = asked.get("visibility") == "private" or bool(
-            asked.get("private")
-        )
+        private = asked.get("visibility") == "private" or bool(asked.get("private"))
+        self.hub.repositories[name].private = private
         self._json({"url": f"{self.hub.endpoint}/{name}"})
 
     def validate_yaml(self) -> None:
@@ -60,21 +60,12 @@ class Writes:
     def preupload(self, name: str, revision: str) -> None:
         self._require_token()
         _, files = self.hub.find(name, revision)
-        self._json(
-            {
-                "files": [
-                    {
-                        "path": f["path"],
-                        "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular",
-                        "shouldIgnore": False,
-                        "oid": self.hub.oid(f["path"], files[f["path"]])
-                        if f["path"] in files
-                        else None,
-                    }
-                    for f in json.loads(self.body)["files"]
-                ]
-            }
-        )
+        answers = []
+        for path in (f["path"] for f in json.loads(self.body)["files"]):
+            mode = "lfs" if path.endswith(".safetensors") else "regular"
+            oid = self.hub.oid(path, files[path]) if path in files else None
+            answers.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self._json({"files": answers})
 
     def lfs_batch(self, name: str) -> None:
         self._require_token()
@@ -104,9 +95,8 @@ class Writes:
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
         commit = self.hub.add(name, files, ref=revision)
-        self._json(
-            {"commitUrl": f"{self.hub.endpoint}/{name}/commit/{commit}", "commitOid": commit}
-        )
+        url = f"{self.hub.endpoint}/{name}/commit/{commit}"
+        self._json({"commitUrl": url, "commitOid": commit})
 
     def list_pulls(self, name: str) -> None:
         pulls = self.hub.repositories[name].pulls
@@ -140,23 +130,20 @@ class Writes:
         self._require_token()
         status = json.loads(self.body)["status"]
         self.hub.repositories[name].pulls[int(number) - 1]["status"] = status
-        self._json(
-            {
-                "newStatus": {
-                    "id": "1",
-                    "type": "status-change",
-                    "createdAt": "2026-01-01T00:00:00.000Z",
-                    "author": {"name": "me"},
-                    "data": {"status": status},
-                }
-            }
-        )
+        event = {
+            "id": "1",
+            "type": "status-change",
+            "createdAt": "2026-01-01T00:00:00.000Z",
+            "author": {"name": "me"},
+            "data": {"status": status},
+        }
+        self._json({"newStatus": event})
 
     def merge(self, name: str, number: str) -> None:
         self._require_token()
         repository = self.hub.repositories[name]
         pull = repository.pulls[int(number) - 1]
-        if pull["status"] != "open":  # a draft is not merged
+        if pull["status"] != "open":  # The Hub merges no drafts.
             self.refuse(400, "")
         repository.refs["main"] = repository.refs[f"refs/pr/{number}"]
         pull["status"] = "merged"

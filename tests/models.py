@@ -1,9 +1,8 @@
-"""Tiny random models of every dense family, saved as transformers saves them, and conversions of
-them on the disk.
+"""Tiny random models of every dense family, saved by transformers, and conversions of them.
 
-Norms and biases are random too: at their initial 1 and 0 they would hide a tensor that was not
-loaded. Sequences are longer than the sliding windows and than what the long rope was pretrained on,
-so that neither goes unseen.
+Norms and biases are random too, because their initial values of 1 and 0 would hide a tensor that
+was not loaded. Sequences are longer than the sliding windows and than the original context of
+longrope, so that an error in either shows.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint, write
 
-torch.set_num_threads(1)  # matrices of 32 rows gain nothing from more
+torch.set_num_threads(1)  # More threads do not help with matrices of 32 rows.
 transformers.utils.logging.disable_progress_bar()
 
 LAYERS, LENGTH, WINDOW, VOCAB = 3, 40, 8, 61
@@ -69,7 +68,7 @@ LONG = {
     "long_factor": [1.5, 2.0, 3.0, 4.0],
 }
 
-# model_type, then what is special
+# By name, which begins with the model_type: the fields of the config that differ from COMMON.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama tied": {"tie_word_embeddings": True},
@@ -147,7 +146,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def config_of(name: str, **changes: Any) -> Any:
-    """The stock config of a model of MODELS."""
+    """Return the stock config of a model of MODELS."""
     model_type = name.split()[0]
     return transformers.AutoConfig.for_model(model_type, **{**COMMON, **MODELS[name], **changes})
 
@@ -155,12 +154,12 @@ def config_of(name: str, **changes: Any) -> Any:
 def save_model(
     name: str, folder: Path, *, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> None:
-    """A random model of MODELS, saved by the transformers in use."""
+    """Save a random model of MODELS with the installed transformers."""
     save_config(config_of(name, **changes), folder, dtype)
 
 
 def save_config(config: Any, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """A random model of a config."""
+    """Save a random model of a config."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for p in model.parameters():
@@ -170,22 +169,21 @@ def save_config(config: Any, folder: Path, dtype: torch.dtype = torch.float32) -
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A tokenizer of two words, 3 and 4, saved by the transformers in use."""
+    """Save a tokenizer of two words, with the ids 3 and 4."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 3, "b": 4}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="[UNK]"
-    ).save_pretrained(folder)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+    fast.save_pretrained(folder)
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
-    """Stock loading, and what it found missing, unexpected or mismatched."""
-    capped = getattr(
-        transformers.AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None
-    )
-    options = {"attn_implementation": "eager"} if capped else {}  # sdpa leaves the cap out
+    """Load a model the stock way; return it and the missing, unexpected and mismatched tensors."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    capped = getattr(config, "attn_logit_softcapping", None)
+    # sdpa leaves the cap on attention logits out.
+    options = {"attn_implementation": "eager"} if capped else {}
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, output_loading_info=True, **options
     )
@@ -193,20 +191,18 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[st
 
 
 def sample_ids() -> torch.Tensor:
-    """[2, LENGTH]"""
+    """Return token ids, [2, LENGTH]."""
     return torch.randint(3, VOCAB - 3, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
 def logits_of(model: Any) -> torch.Tensor:
-    """[2, LENGTH, V]"""
+    """Return the logits of the sample ids, [2, LENGTH, V]."""
     return model(sample_ids()).logits
 
 
 def greedy(model: Any, prompt: int = 12, new: int = 5) -> list[int]:
-    """The tokens that follow the first `prompt` ones of the first sample, most likely one each
-    time.
-    """
+    """Return the `new` most likely tokens after the first `prompt` tokens of the first sample."""
     options = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
     return model.generate(sample_ids()[:1, :prompt], **options)[0, prompt:].tolist()
 
@@ -214,17 +210,18 @@ def greedy(model: Any, prompt: int = 12, new: int = 5) -> list[int]:
 def fake(
     model_type: str, *, layers: int = LAYERS, hidden: int = 8, width: int = 12, **config: Any
 ) -> Checkpoint:
-    """Zeros in the MLPs of a family and in an embedding, for what is decided before any weight is
-    read. The config has the sizes and `config` alone."""
+    """Return a checkpoint of zeros, for what is decided before any weight is read.
+
+    It has the MLPs of a family and an embedding. Its config has the sizes and `config` alone.
+    """
     f = known()[model_type]
     tensors = {"model.embed_tokens.weight": constant(0.0, (VOCAB, hidden), "F32")}
     for i in range(layers):
         for path in {f.gate, f.up, f.down} - {None}:
             rows = 2 * width if f.fused_gate_up and path == f.up else width
             shape = (hidden, width) if path == f.down else (rows, hidden)
-            tensors[f"model.{f.layers}.{i}.{path}.weight"] = constant(
-                0.0, shape[::-1] if f.transposed else shape, "F32"
-            )
+            stored = shape[::-1] if f.transposed else shape
+            tensors[f"model.{f.layers}.{i}.{path}.weight"] = constant(0.0, stored, "F32")
     sizes = {
         f.hidden_key: hidden,
         f.width_key: width,
@@ -253,23 +250,23 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def as_written_by_4(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json as transformers 4 writes it."""
+    """Return the config as transformers 4 writes it."""
     out, rope = dict(config), dict(config["rope_parameters"])
     del out["rope_parameters"]
     out["torch_dtype"] = out.pop("dtype")
     out["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
-    outside = (
-        ("original_max_position_embeddings", "partial_rotary_factor") if kind == "longrope" else ()
-    )
-    scaling = {k: v for k, v in rope.items() if k not in outside}
-    out["rope_scaling"] = (
-        None if kind == "default" else {"type" if outside else "rope_type": kind} | scaling
-    )
-    return out
+    if kind == "default":
+        scaling = None
+    elif kind == "longrope":
+        outside = ("original_max_position_embeddings", "partial_rotary_factor")
+        scaling = {"type": kind} | {k: v for k, v in rope.items() if k not in outside}
+    else:
+        scaling = {"rope_type": kind} | rope
+    return out | {"rope_scaling": scaling}
 
 
 def silent(config: dict[str, Any]) -> dict[str, Any]:
-    """What an old config.json says: sizes, and nothing that is the class's default."""
+    """Return the config as an old one is: sizes, and nothing that is the class's default."""
     unsaid = (
         "rope_parameters",
         "num_key_value_heads",
@@ -282,21 +279,29 @@ def silent(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def silent_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Without rotary embeddings: those of the class."""
+    """Return the config without rotary embeddings, so that the class's defaults hold."""
     return {k: v for k, v in config.items() if k != "rope_parameters"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A conversion: the model of MODELS, what is changed in its config.json first, the options of
-    the operation.
+    """One conversion.
+
+    Args:
+        model: the name of the source in MODELS.
+        target: the model_type that must come out.
+        options: the options of the operation.
+        edit: changes the source's config.json first.
+        activation: the activation of `relufy`; "" means `upcycle`.
+        dtype: the dtype of the source.
+        tokenizer: whether the source has a tokenizer.
     """
 
     model: str
-    target: str = ""  # the model_type that must come out
+    target: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     edit: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    activation: str = ""  # relufy instead of upcycle
+    activation: str = ""
     dtype: torch.dtype = torch.float32
     tokenizer: bool = False
 
@@ -392,7 +397,7 @@ UPCYCLED: dict[str, Case] = {
     ),
 }
 
-# Experts finer than a copy. G: granularity; E experts, K active; S shared.
+# Experts that are parts of a copy. G: granularity; E: experts; K: active; S: shared.
 FINE: dict[str, Case] = {
     "qwen3, G=2": Case(
         model="qwen3", target="glm4_moe", options={"granularity": 2, "experts": 8, "top_k": 4}
@@ -482,7 +487,7 @@ FINE: dict[str, Case] = {
 }
 UPCYCLED |= FINE
 
-# GPT-OSS has an activation that its config decides in transformers 5 alone.
+# These need transformers 5, in which alone the config decides the activation of GPT-OSS.
 ONLY_5: dict[str, Case] = {
     f"{name} into gpt_oss{', G=2' if granularity > 1 else ''}": Case(
         model=name,
@@ -532,16 +537,15 @@ RELUFIED: dict[str, Case] = {
         "ernie4_5",
         "hunyuan_v1_dense",
     )
-    for activation in (
-        ("relu2",) if name == "opt" else ("relu", "relu2") if name == "llama" else ("relu",)
-    )
+    for activation in {"opt": ("relu2",), "llama": ("relu", "relu2")}.get(name, ("relu",))
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A conversion on the disk. `logits` and `tokens` are those of the source, or of the output
-    where it is not exact.
+    """A conversion on the disk.
+
+    `logits` and `tokens` are those of the source, or those of the output where it is not exact.
     """
 
     case: Case
@@ -553,7 +557,7 @@ class Conversion:
 
 
 class Workshop:
-    """Makes each conversion once."""
+    """A place that makes each conversion once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -572,19 +576,17 @@ class Workshop:
         if case.activation:
             result = relufy(checkpoint, activation=case.activation, repair="none")
         else:
-            result = upcycle(
-                checkpoint, **{"experts": 4, "top_k": 2, "router_std": 0.3, **case.options}
-            )
+            options = {"experts": 4, "top_k": 2, "router_std": 0.3, **case.options}
+            result = upcycle(checkpoint, **options)
         write(make_plan(result), output, source=checkpoint)
         reference, _ = load(output if case.activation else source)
         logits, tokens = logits_of(reference), greedy(reference)
-        torch.save(
-            {"ids": sample_ids(), "logits": logits, "tokens": tokens}, folder / "expected.pt"
-        )
+        expected = {"ids": sample_ids(), "logits": logits, "tokens": tokens}
+        torch.save(expected, folder / "expected.pt")
         return Conversion(
             case=case, source=source, output=output, checkpoint=result, logits=logits, tokens=tokens
         )
 
     def expected(self, name: str) -> Path:
-        """The file with the ids, and the logits and tokens that they must give."""
+        """Return the file with the ids, and the logits and tokens that they must give."""
         return self.convert(name).source.parent / "expected.pt"

@@ -1,4 +1,4 @@
-"""A llama written without transformers, and the command line as a user calls it."""
+"""A llama checkpoint written without transformers, and the command line as a user calls it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def llama_tensors(
     heads: int = 4,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, torch.Tensor]:
-    """N(0, 0.05²) weights under llama's names."""
+    """Return weights from N(0, 0.05²) under the names of a llama."""
     draw = torch.Generator().manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, hidden),
@@ -56,6 +56,7 @@ def llama_config(
     heads: int = 4,
     **fields: Any,
 ) -> dict[str, Any]:
+    """Return the config.json of a llama with these sizes; `fields` override entries."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -85,15 +86,20 @@ def write_llama(
     fields: Mapping[str, Any] | None = None,
     **sizes: Any,
 ) -> Path:
-    """A llama checkpoint in `folder`, written by the safetensors library; `sizes` as in
-    `llama_tensors`.
+    """Write a llama checkpoint with the safetensors library and return its folder.
+
+    Args:
+        folder: where it is written.
+        shards: the number of safetensors files.
+        tensors: the weights; by default random ones.
+        fields: entries of config.json that differ from the usual ones.
+        sizes: the arguments of `llama_tensors`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = dict(tensors or llama_tensors(**sizes))
     sizes.pop("dtype", None)
-    (folder / "config.json").write_text(
-        json.dumps(llama_config(**sizes, **(fields or {})), indent=2)
-    )
+    config = llama_config(**sizes, **(fields or {}))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     write_shards(folder, tensors, shards)
     return folder
 
@@ -101,21 +107,17 @@ def write_llama(
 def write_shards(
     folder: Path, tensors: Mapping[str, torch.Tensor], shards: int = 1
 ) -> dict[str, str]:
-    """`tensors` in `shards` files and their index (no index for one); the weight map."""
+    """Write tensors into `shards` files, with an index if several; return the weight map."""
     if shards == 1:
         save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
         return dict.fromkeys(tensors, "model.safetensors")
     files = [f"model-{i:05d}-of-{shards:05d}.safetensors" for i in range(1, shards + 1)]
     weight_map = {name: files[i * shards // len(tensors)] for i, name in enumerate(tensors)}
     for file in files:
-        save_file(
-            {n: t for n, t in tensors.items() if weight_map[n] == file},
-            folder / file,
-            metadata={"format": "pt"},
-        )
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+        content = {n: t for n, t in tensors.items() if weight_map[n] == file}
+        save_file(content, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return weight_map
 
 
@@ -132,16 +134,13 @@ class Ran:
         return json.loads(self.out)
 
 
-Call = Callable[..., Ran]  # what the fixture `call` of tests/cli gives
+Call = Callable[..., Ran]  # the type of the fixture `call` of tests/cli
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without what would change a test's outcome, and `variables`."""
-    kept = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("HF_", "SURGERY_", "TRANSFORMERS_"))
-    }
+    """Return this process's environment, without what would change a test's outcome."""
+    ours = ("HF_", "SURGERY_", "TRANSFORMERS_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     return kept | {"OMP_NUM_THREADS": "1", **variables}
 
 
@@ -160,39 +159,38 @@ def surgery(*arguments: object, cwd: Path | None = None, **variables: str) -> Ra
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, with its content."""
-    return {
-        p.relative_to(folder).as_posix(): p.read_bytes()
-        for p in sorted(folder.rglob("*"))
-        if p.is_file()
-    }
+    """Return the content of every file below a folder, by path."""
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file())
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in files}
 
 
 def assert_two_lines(ran: Ran, *words: str, code: int = 1) -> None:
-    """Exactly `error: …` and `hint: …` on stderr, nothing on stdout, and each of `words` in
-    them.
+    """Assert that a command printed one error: an `error:` and a `hint:` line on stderr.
+
+    Nothing may be on stdout, and each of `words` must be in the two lines.
     """
     lines = ran.err.splitlines()
     assert ran.code == code, ran
-    assert len(lines) == 2 and lines[0].startswith("error: ") and lines[1].startswith("hint: "), (
-        ran.err
-    )
+    assert [line.partition(": ")[0] for line in lines] == ["error", "hint"], ran.err
     assert ran.out == ""
     for word in words:
         assert word in ran.err, ran.err
 
 
 def found_by_transformers_4(outputs: Mapping[str, Path], modules: Path) -> dict[str, Any]:
-    """What transformers 4.57 finds of written outputs beside their OUTPUT.pt
-    (modeling/load_travelling.py), in one process: its import costs more than all the models.
-    `modules` is where it keeps the code that travels."""
+    """Return how transformers 4.57 loads outputs, compared with what is expected of them.
+
+    One process of blocks/load_travelling.py loads all of them, because importing transformers takes
+    longer than the models do.
+
+    Args:
+        outputs: folders by name; the values that are expected of each are beside it in FOLDER.pt.
+        modules: where transformers keeps its copies of custom code.
+    """
     folder = os.environ.get("SURGERY_TRANSFORMERS_4")
     if not folder:
         pytest.skip("SURGERY_TRANSFORMERS_4 names no folder with transformers 4.57")
-    job = {
-        name: {"folder": str(output), "expected": f"{output}.pt"}
-        for name, output in outputs.items()
-    }
+    job = {n: {"folder": str(path), "expected": f"{path}.pt"} for n, path in outputs.items()}
     variables = {
         **os.environ,
         "PYTHONPATH": str(Path(folder).expanduser()),

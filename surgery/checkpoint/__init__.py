@@ -1,4 +1,4 @@
-"""Checkpoints: a config, lazy tensors, side files, and the plan of what is written of them."""
+"""Checkpoints in memory: a config, lazy tensors and side files, and the plan of writing them."""
 
 from surgery.checkpoint.checkpoint import Checkpoint, Pending, Source, Step, natural_key
 from surgery.checkpoint.generated_file import GeneratedFile

@@ -1,5 +1,6 @@
-"""A checkpoint: a config, named lazy tensors, side files. Surgery is a function from checkpoint to
-checkpoint.
+"""A checkpoint: a config, named lazy tensors and side files.
+
+Surgery is a function from checkpoint to checkpoint.
 """
 
 from __future__ import annotations
@@ -16,22 +17,32 @@ from surgery.checkpoint.work import Progress, Work
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Where a checkpoint was read from: a folder, a file or a Hub id, and the commit it was pinned
-    to.
+    """Where a checkpoint was read from.
+
+    Args:
+        location: a folder, a file, a Hub id or a URL.
+        revision: the commit that a Hub id was pinned to.
+        folder: the folder on this disk, which no output may touch.
     """
 
     location: str
     revision: str | None = None
-    folder: str | None = None  # the folder on this disk, which no output may touch
+    folder: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pending:
     """A choice of an operation that needs a walk, and that its plan does not wait for.
 
-    The output is planned with a provisional choice of the same shapes. `choose(progress)` makes
-    the real one: the parameters that change, as JSON. `base` is what the operation was applied to;
-    `identity` changes whenever the choice may; `total` counts what `progress` is told.
+    Until it is made, the output is described with a provisional choice of the same shapes.
+
+    Args:
+        base: what the operation was applied to.
+        title: what a progress bar calls the walk.
+        total: how many units `progress` is told of.
+        identity: a line that changes whenever the choice may.
+        choose: makes the choice, told of progress: the parameters that change, as JSON.
+        asked: the parameters that ask for the choice, as a recipe holds them.
     """
 
     base: Checkpoint
@@ -39,22 +50,30 @@ class Pending:
     total: int
     identity: str
     choose: Callable[[Progress], dict[str, Any]]
-    asked: dict[str, Any]  # the parameters that ask for the choice, as a recipe holds them
+    asked: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One operation that was applied: its name, its parameters, and whether it claims to keep the
-    function exactly.
+    """One operation that was applied to a checkpoint.
+
+    Args:
+        operation: the name of the operation.
+        parameters: its parameters.
+        exact: whether it claims to compute the same function as before.
+        layers: the layers whose MLP it changed.
+        notes: what the user should know about it.
+        work: what must run before its tensors can be read.
+        pending: a choice that is made before the output is planned.
     """
 
     operation: str
     parameters: dict[str, Any]
     exact: bool
-    layers: tuple[int, ...]  # the layers whose MLP it changed
-    notes: tuple[str, ...] = ()  # what the user should know
-    work: Work | None = field(default=None, compare=False)  # runs before its tensors can be read
-    pending: Pending | None = field(default=None, compare=False)  # is settled before the plan
+    layers: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+    work: Work | None = field(default=None, compare=False)
+    pending: Pending | None = field(default=None, compare=False)
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -64,8 +83,17 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """`config` is the parsed config.json; `tensors` maps on-disk names to lazy tensors; `files` are
-    copied byte for byte.
+    """A checkpoint whose tensors have not been read.
+
+    Args:
+        config: the parsed config.json.
+        tensors: lazy tensors by their names on disk.
+        files: side files, which are copied byte for byte.
+        source: where the checkpoint was read from.
+        steps: the operations that were applied to it, in order.
+        shards: the safetensors file of the source that holds each tensor whole, by tensor name.
+        custom_code: whether loading the source runs code of its own (`auto_map` in its config).
+        card: the source's README.md; the card of an output takes over its metadata.
     """
 
     config: Mapping[str, Any]
@@ -73,34 +101,32 @@ class Checkpoint:
     files: tuple[SourceFile, ...] = ()
     source: Source
     steps: tuple[Step, ...] = ()
-    shards: Mapping[str, SourceFile] = field(
-        default_factory=dict
-    )  # tensor -> the source file that holds it whole
+    shards: Mapping[str, SourceFile] = field(default_factory=dict)
     custom_code: bool = False
-    card: SourceFile | None = None  # the source's README.md, of which an output takes the metadata
+    card: SourceFile | None = None
 
     @property
     def text_config(self) -> Mapping[str, Any]:
-        """The language model's part of the config: `text_config` in multimodal models, else the
-        whole.
-        """
+        """The config of the language model: `text_config` in multimodal models, else all of it."""
         return self.config.get("text_config") or self.config
 
     @property
     def exact(self) -> bool:
-        """Whether every step claims to keep the function."""
+        """Whether every step claims to compute the same function as before."""
         return all(step.exact for step in self.steps)
 
     @property
     def parameters(self) -> int:
+        """The number of values in all tensors."""
         return sum(t.numel for t in self.tensors.values())
 
     @property
     def nbytes(self) -> int:
+        """The size of all tensors in bytes, without headers and side files."""
         return sum(t.nbytes for t in self.tensors.values())
 
     def replace(self, *, step: Step | None = None, **changes: Any) -> Checkpoint:
-        """A copy with `changes`, and `step` appended to what was done."""
+        """Return a copy with the fields in `changes` replaced and `step` appended to its steps."""
         steps = (*self.steps, step) if step else self.steps
         made = dataclasses.replace(self, steps=steps, **changes)
         if step and step.work:
@@ -109,5 +135,5 @@ class Checkpoint:
 
 
 def natural_key(name: str) -> list[tuple[int, str | int]]:
-    """Sorts `layers.2` before `layers.10`."""
+    """Return a sort key that puts `layers.2` before `layers.10`."""
     return [(1, int(part)) if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

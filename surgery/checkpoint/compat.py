@@ -1,8 +1,8 @@
 """config.json and tokenizer_config.json that transformers 4.57 and 5 both read.
 
-The two name the same things differently, and each ignores the other's name in silence: what 5
-writes alone, 4 loads with rope_theta 10000, in fp32, and without its tokenizer. So both names are
-written.
+The two versions name the same settings differently, and each silently ignores the other's names. A
+config that only transformers 5 understands is loaded by transformers 4 with rope_theta 10000, in
+fp32 and without its tokenizer. So both names are written.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 
 def complete(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with both versions' names for dtype and rotary embeddings. Every other field is
-    kept as it is.
+    """Return the config with both versions' names for the dtype and the rotary embeddings.
+
+    Every other field is kept as it is.
     """
     out = _complete_rope(_complete_dtype(dict(config)))
     if isinstance(text := out.get("text_config"), Mapping):
@@ -33,41 +34,46 @@ def _complete_rope(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope_of_4(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """transformers 5's rope_parameters from 4's names; None where there are none, or where sliding
-    layers differ.
+    """Return the `rope_parameters` of transformers 5, made from the fields of transformers 4.
+
+    Returns None where the config has no such fields, or where sliding layers have rotary embeddings
+    of their own.
     """
     if "rope_theta" not in config or "rope_local_base_freq" in config:
         return None
-    scaling = {k: v for k, v in (config.get("rope_scaling") or {}).items() if k != "type"}
-    return (
-        {"rope_theta": config["rope_theta"]}
-        | scaling
-        | {"rope_type": _rope_type(config.get("rope_scaling") or {})}
-    )
+    scaling = config.get("rope_scaling") or {}
+    rope = {"rope_theta": config["rope_theta"]}
+    rope |= {k: v for k, v in scaling.items() if k != "type"}
+    return rope | {"rope_type": _rope_type(scaling)}
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str:
-    """The first Phi-3 files call longrope "su" or "yarn"."""
-    return (
-        "longrope"
-        if "long_factor" in rope
-        else str(rope.get("rope_type") or rope.get("type") or "default")
-    )
+    """Return the type of rotary embeddings; the first Phi-3 files call longrope "su" or "yarn"."""
+    if "long_factor" in rope:
+        return "longrope"
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+# Fields that transformers 4 reads from the config itself, not from rope_scaling.
+_OUTSIDE = ("rope_theta", "partial_rotary_factor")
+_NAMES_OF_4 = tuple((key, key) for key in _OUTSIDE)
+_NAMES_OF_4_IN = {
+    "gpt_neox": (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor"))
+}
 
 
 def _rope_for_4(config: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers 4 reads rope_theta, rope_scaling and, where sliding layers differ,
-    rope_local_base_freq.
+    """Return the config with the fields that transformers 4 reads in place of `rope_parameters`.
+
+    They are rope_theta, rope_scaling and, where sliding layers differ, rope_local_base_freq.
     """
     rope, out = new, dict(config)
     if isinstance(full := new.get("full_attention"), Mapping):
         rope = full
         if "rope_theta" in (local := new.get("sliding_attention") or {}):
             out.setdefault("rope_local_base_freq", local["rope_theta"])
-    for name, key in (
-        *_NAMES_OF_4,
-        *_NAMES_OF_4_IN.get(str(config.get("model_type")).removeprefix("surgery_"), ()),
-    ):
+    model_type = str(config.get("model_type")).removeprefix("surgery_")
+    for name, key in (*_NAMES_OF_4, *_NAMES_OF_4_IN.get(model_type, ())):
         if key in rope and out.get(name) is None:
             out[name] = rope[key]
     if _rope_type(rope) == "longrope":
@@ -77,42 +83,36 @@ def _rope_for_4(config: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any
     return out
 
 
-_OUTSIDE = ("rope_theta", "partial_rotary_factor")  # of transformers 4's rope_scaling
-_NAMES_OF_4 = tuple((key, key) for key in _OUTSIDE)
-_NAMES_OF_4_IN = {
-    "gpt_neox": (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor"))
-}
-
-
 def _longrope_for_4(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers 4's Phi-3 takes type, short_factor and long_factor, and refuses what else 5
-    writes.
+    """Return the longrope fields of transformers 4.
+
+    Its Phi-3 takes type, short_factor and long_factor alone, and refuses whatever else transformers
+    5 writes there.
     """
-    outside = (*_OUTSIDE, "original_max_position_embeddings", "rope_type", "type")
+    length = "original_max_position_embeddings"
+    outside = (*_OUTSIDE, length, "rope_type", "type")
     scaling = {"type": "longrope"} | {k: v for k, v in rope.items() if k not in outside}
-    original = config.get("original_max_position_embeddings") or rope.get(
-        "original_max_position_embeddings"
-    )
-    return {"rope_scaling": scaling} | (
-        {"original_max_position_embeddings": original} if original else {}
-    )
+    original = config.get(length) or rope.get(length)
+    return {"rope_scaling": scaling} | ({length: original} if original else {})
 
 
 def side_file(name: str, data: bytes) -> bytes:
-    """The bytes of a side file, unchanged but for a tokenizer class that transformers 4 does not
-    have.
+    """Return the bytes to write for a side file.
+
+    They are `data` itself, except in a tokenizer_config.json whose tokenizer class does not exist
+    in transformers 4.
     """
     if name != "tokenizer_config.json" or b"TokenizersBackend" not in data:
         return data
     try:
         config = json.loads(data)
     except ValueError:
-        return data  # as broken as it was
+        return data  # A broken file is copied as it is.
     if not isinstance(config, dict) or config.get("tokenizer_class") != "TokenizersBackend":
         return data
     return dump(config | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def dump(value: Any) -> bytes:
-    """JSON as Hugging Face writes it."""
+    """Return a value as JSON, formatted as Hugging Face writes it."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,5 +1,8 @@
-"""config.json as it comes: the fields that surgery reads are what they must be, and one that is
-asked for and absent is an error that names it."""
+"""config.json, checked when it is read.
+
+The fields that surgery uses must have the types that models have. A field that is needed and absent
+is an error that names it.
+"""
 
 from __future__ import annotations
 
@@ -9,86 +12,35 @@ from typing import Any
 from surgery.checkpoint.schema import Schema, violations
 from surgery.errors import SurgeryError
 
-_COUNTS = (  # whole numbers, or null
-    "hidden_size",
-    "n_embd",
-    "d_model",
-    "intermediate_size",
-    "n_inner",
-    "ffn_dim",
-    "ffn_hidden_size",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "shared_intermediate_size",
-    "intermediate_size_mlp",
+# Whole numbers, or null.
+_COUNTS = (
+    "hidden_size", "n_embd", "d_model",
+    "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp",
     "moe_latent_size",
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "num_nextn_predict_layers",
-    "num_attention_heads",
-    "n_head",
-    "num_key_value_heads",
-    "num_kv_heads",
-    "head_dim",
-    "attention_head_dim",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-    "sliding_window",
-    "max_window_layers",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_top_k",
-    "moe_topk",
-    "moe_k",
-    "n_shared_experts",
-    "moe_num_shared_experts",
-    "n_group",
-    "topk_group",
-    "first_k_dense_replace",
-    "moe_layer_freq",
-    "decoder_sparse_step",
-    "moe_layer_start_index",
-    "moe_layer_end_index",
-    "moe_layer_interval",
-    "interleave_moe_layer_step",
-    "no_rope_layer_interval",
-    "attention_chunk_size",
-)
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_nextn_predict_layers",
+    "num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads",
+    "head_dim", "attention_head_dim", "kv_lora_rank", "qk_rope_head_dim",
+    "vocab_size", "max_position_embeddings", "sliding_window", "max_window_layers",
+    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
+    "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k",
+    "n_shared_experts", "moe_num_shared_experts", "n_group", "topk_group",
+    "first_k_dense_replace", "moe_layer_freq", "decoder_sparse_step",
+    "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval",
+    "interleave_moe_layer_step", "no_rope_layer_interval", "attention_chunk_size",
+)  # fmt: skip
 _POSITIVE = (
-    "hidden_size",
-    "n_embd",
-    "num_hidden_layers",
-    "n_layer",
-    "num_attention_heads",
-    "n_head",
+    "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head",
     "vocab_size",
-)
+)  # fmt: skip
 _MOST = 2**31
 _NUMBERS = (
-    "rope_theta",
-    "rope_local_base_freq",
-    "partial_rotary_factor",
-    "rotary_pct",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "initializer_range",
-)
+    "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct",
+    "rms_norm_eps", "layer_norm_eps", "initializer_range",
+)  # fmt: skip
 _TEXTS = (
-    "model_type",
-    "hidden_act",
-    "hidden_activation",
-    "activation_function",
-    "torch_dtype",
-    "dtype",
-)
+    "model_type", "hidden_act", "hidden_activation", "activation_function", "torch_dtype", "dtype",
+)  # fmt: skip
 _OBJECTS = ("rope_scaling", "rope_parameters", "text_config", "quantization_config", "auto_map")
 _LISTS = {
     "layer_types": "string",
@@ -96,13 +48,8 @@ _LISTS = {
     "no_rope_layers": "integer",
     "mlp_only_layers": "integer",
 }
-KINDS = (
-    "gathered",
-    "sparse",
-    "experts",
-    "spline",
-    "memory",
-)  # of blocks: the code that travels, surgery/blocks
+# The kinds of custom-code blocks; their code is in surgery/blocks.
+KINDS = ("gathered", "sparse", "experts", "spline", "memory")
 _PATHS, _SIZES = ("mlp", "gate", "up", "down"), ("experts", "width", "top_k", "shared_neurons")
 _BLOCK: Schema = {
     "type": "object",
@@ -121,64 +68,81 @@ def _schema() -> Schema:
     fields: Schema = {
         name: {"type": [kind, "null"]} for kind, names in kinds.items() for name in names
     }
-    fields["model_type"] |= {"pattern": r"^[\w.-]*\w$"}  # a part of paths
-    lists = {
-        name: {"anyOf": [{"type": "array", "items": {"type": kind}}, {"type": "null"}]}
-        for name, kind in _LISTS.items()
-    }
-    blocks = {"anyOf": [{"type": "array", "items": _BLOCK}, {"type": "null"}]}
-    return {"type": "object", "properties": fields | lists | {"surgery_blocks": blocks}}
+    # transformers makes a path of model_type while it reads the config.
+    fields["model_type"] |= {"pattern": r"^[\w.-]*\w$"}
+    lists = {name: _list_of({"type": kind}) for name, kind in _LISTS.items()}
+    blocks = {"surgery_blocks": _list_of(_BLOCK)}
+    return {"type": "object", "properties": fields | lists | blocks}
+
+
+def _list_of(items: Schema) -> Schema:
+    return {"anyOf": [{"type": "array", "items": items}, {"type": "null"}]}
 
 
 _SCHEMA = _schema()
 
 
 class MissingField(SurgeryError, KeyError):  # noqa: N818
-    """A field of config.json that is needed and absent."""
+    """A field that is needed and that config.json does not have."""
 
 
 class Config(dict[str, Any]):
-    """The fields. `config[name]` of one that is absent is an error of the checkpoint, not of the
-    program.
+    """The fields of a config.json.
+
+    Reading a field that is absent raises MissingField, because it is a fault of the checkpoint and
+    not of the program.
     """
 
     def __missing__(self, name: str) -> Any:
         raise MissingField(
             f"config.json has no {name}",
-            "fetch it again: it is not that of these weights, or not whole",
+            "download it again: it is incomplete, or it belongs to other weights",
         )
 
 
 def check(config: dict[str, Any], where: str) -> Config:
-    """The config, checked. Raises SurgeryError for a field that no model could have so."""
+    """Return the config, checked; `where` names it in errors.
+
+    Raises SurgeryError for the first field whose value no model can have.
+    """
     for name, part in (("", config), ("text_config.", config.get("text_config"))):
         if part is not None:
             for message in _wrong(part):
-                raise SurgeryError(f"{where}: {name}{message[:200]}", "fetch it again, or mend it")
+                raise SurgeryError(
+                    f"{where}: {name}{message[:200]}", "download it again, or repair it"
+                )
     text = config.get("text_config")
     return Config(config | ({"text_config": Config(text)} if text is not None else {}))
 
 
 def _wrong(part: Any) -> Iterator[str]:
+    """Yield what is wrong with a config or with its `text_config`."""
     for found in violations(part, _SCHEMA, ("config",)):
         yield f"{found.message}: {found.hint}" if found.path[-1] != "model_type" else found.message
     if isinstance(part, Mapping):
-        for block in part.get("surgery_blocks") or ():
-            if isinstance(block, Mapping) and block.get("kind") == "experts":
-                yield from (
-                    f"{name} of surgery_blocks is {block.get(name)}"
-                    for name in _SIZES
-                    if not _fits(name, block)
-                )
-        for name in _COUNTS:
-            least, value = int(name in _POSITIVE), part.get(name)
-            if (value is None and name in part and least) or (
-                value is not None and not least <= value < _MOST
-            ):
+        yield from _wrong_blocks(part)
+        yield from _wrong_counts(part)
+
+
+def _wrong_blocks(part: Mapping[str, Any]) -> Iterator[str]:
+    for block in part.get("surgery_blocks") or ():
+        if isinstance(block, Mapping) and block.get("kind") == "experts":
+            for name in _SIZES:
+                if not _fits(name, block):
+                    yield f"{name} of surgery_blocks is {block.get(name)}"
+
+
+def _wrong_counts(part: Mapping[str, Any]) -> Iterator[str]:
+    for name in _COUNTS:
+        least, value = int(name in _POSITIVE), part.get(name)
+        if value is None:
+            if name in part and least:
                 yield f"{name} is {value}"
+        elif not least <= value < _MOST:
+            yield f"{name} is {value}"
 
 
 def _fits(name: str, block: Mapping[str, Any]) -> bool:
-    """Whether an entry of a mixture says how large it is."""
+    """Return whether a block of experts states this size, within its limits."""
     value = block.get(name)
     return isinstance(value, int) and int(name != "shared_neurons") <= value < _MOST

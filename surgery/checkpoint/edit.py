@@ -1,4 +1,4 @@
-"""Changes of a checkpoint that several operations make: fields of its config, its tied head."""
+"""Changes to a checkpoint that several operations make: to its config and to its tied head."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from surgery.checkpoint.tensors import FLOATS, LazyTensor
 
 HEADS = ("lm_head.weight", "embed_out.weight")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-_PIECE = 4 << 20
+_PIECE = 4 << 20  # values compared at a time
 
 
 def drop_tied_head(checkpoint: Checkpoint, tied: bool) -> tuple[Checkpoint, list[str]]:
-    """Leave out a head that is tied *and* equal to the embedding; where they differ keep both, and
-    say so.
+    """Leave out the language-model head where it is tied *and* equal to the embedding.
+
+    Where the two differ both are kept. Returns the checkpoint and the notes for the user.
     """
     head = next((n for n in HEADS if n in checkpoint.tensors), None)
     embedding = next((n for n in checkpoint.tensors if n.endswith(EMBEDDINGS)), None)
@@ -29,7 +30,7 @@ def drop_tied_head(checkpoint: Checkpoint, tied: bool) -> tuple[Checkpoint, list
 
 
 def equal(a: LazyTensor, b: LazyTensor) -> bool:
-    """Whether two tensors hold the same values; read piece by piece."""
+    """Return whether two tensors hold the same values, reading them piece by piece."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     if a.extents and a.extents == b.extents:
@@ -42,13 +43,14 @@ def equal(a: LazyTensor, b: LazyTensor) -> bool:
 
 
 def float_tensors(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
-    """The tensors that hold floating-point values."""
+    """Return the tensors with a floating-point dtype, by name."""
     return {n: t for n, t in checkpoint.tensors.items() if t.dtype in FLOATS}
 
 
 def config_with(checkpoint: Checkpoint, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with fields of the language model changed, inside `text_config` where there is
-    one.
+    """Return the config with fields of the language model changed.
+
+    The fields are those of `text_config` where there is one.
     """
     config = dict(checkpoint.config)
     if config.get("text_config"):

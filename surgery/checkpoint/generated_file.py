@@ -1,4 +1,4 @@
-"""A small file of an output that is in no source: code that goes along."""
+"""A small file that is generated for an output, such as the code of custom-code blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class GeneratedFile:
-    """`data` under a name."""
+    """A side file whose content is in memory instead of in the source."""
 
     name: str
     data: bytes
@@ -25,7 +25,7 @@ class GeneratedFile:
         return hashlib.sha256(self.data).hexdigest()
 
     def path(self) -> Path:
-        """A copy in a temporary folder that lasts as long as the process."""
+        """Return a copy on this disk, in a temporary folder that lasts as long as the process."""
         path = Path(_folder().name) / self.identity[:16]
         if not path.is_file():
             path.write_bytes(self.data)

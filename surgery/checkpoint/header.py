@@ -1,8 +1,8 @@
 """The header of a safetensors file: eight bytes of length, then JSON, then the data.
 
-Read without the library because a header must be had from a range request as well as from a file,
-must be written before any value exists, and because a hostile one must be refused before anything
-is allocated for it.
+The safetensors library is not used here, for three reasons: a header must be readable from a range
+request as well as from a file, it must be writable before any value exists, and a hostile header
+must be refused before anything is allocated for it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,27 @@ from surgery.errors import SurgeryError
 MAX_HEADER = 100_000_000  # the library's own limit
 FIRST_READ = 256 * 1024  # holds the header of nearly every shard: one request instead of two
 MAX_RANK, MAX_NAME = 64, 1000
-_AGAIN = "the file is damaged or was not downloaded whole: fetch it again"
+_AGAIN = "the file is damaged or incomplete: download it again"
 
 
 def read_header(file: SourceFile, read: Callable[[int, int], bytes]) -> dict[str, LazyTensor]:
-    """The tensors of a safetensors file, from its header alone. `read(start, stop)` returns those
-    bytes of the file.
+    """Return the tensors of a safetensors file by name, from its header alone.
+
+    Args:
+        file: the file, to which the extents of the tensors refer.
+        read: returns the bytes [start, stop) of the file.
 
     Raises SurgeryError where the header does not describe the file.
     """
     if file.size < 8:
-        raise SurgeryError(f"{file.name} is {file.size} bytes long: not a safetensors file", _AGAIN)
+        raise SurgeryError(
+            f"{file.name} has {file.size} bytes, too few for a safetensors file", _AGAIN
+        )
     start = read(0, min(file.size, FIRST_READ))
     length = int.from_bytes(start[:8], "little")
     if length > min(file.size - 8, MAX_HEADER):
         raise SurgeryError(
-            f"{file.name} says its header is {length:,} bytes, in a file of {file.size:,} bytes",
+            f"{file.name} declares a header of {length:,} bytes in a file of {file.size:,} bytes",
             _AGAIN,
         )
     raw = start[8 : 8 + length]
@@ -48,7 +53,7 @@ def _parse(raw: bytes, file: SourceFile, data: int) -> dict[str, LazyTensor]:
     except (ValueError, RecursionError) as e:
         raise SurgeryError(f"{file.name} has a header that is not JSON ({e})", _AGAIN) from None
     if not isinstance(entries, dict):
-        raise SurgeryError(f"{file.name} has a header that is no JSON object", _AGAIN)
+        raise SurgeryError(f"{file.name} has a header that is not a JSON object", _AGAIN)
     entries.pop("__metadata__", None)
     tensors = {name: _tensor(name, entry, file, data) for name, entry in entries.items()}
     _check_coverage(tensors, file, data)
@@ -74,29 +79,27 @@ def _tensor(name: str, entry: Any, file: SourceFile, data: int) -> LazyTensor:
 
 
 def _well_formed(entry: Any) -> bool:
-    """Whether dtype is a short string, shape and both offsets are 64-bit sizes, and the rank is one
-    that torch has.
+    """Return whether a header entry has the right types.
+
+    The dtype must be a short string, the shape and both offsets 64-bit sizes, and the rank one that
+    torch supports.
     """
     if not isinstance(entry, dict):
         return False
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not (
-        isinstance(dtype, str)
-        and len(dtype) < 32
-        and isinstance(shape, list)
-        and isinstance(offsets, list)
-    ):
+    if not (isinstance(dtype, str) and len(dtype) < 32):
+        return False
+    if not (isinstance(shape, list) and isinstance(offsets, list)):
         return False
     numbers = all(type(n) is int and 0 <= n < 2**63 for n in (*shape, *offsets))
     return numbers and len(shape) <= MAX_RANK and len(offsets) == 2 and offsets[0] <= offsets[1]
 
 
 def _check_coverage(tensors: dict[str, LazyTensor], file: SourceFile, data: int) -> None:
-    """The tensors must tile the data: no overlap, no hole."""
+    """Raise SurgeryError unless the tensors cover the data without an overlap or a hole."""
     position = data
-    for extent in sorted(
-        (t.extents[0] for t in tensors.values()), key=lambda e: (e.offset, e.length)
-    ):
+    extents = (t.extents[0] for t in tensors.values())
+    for extent in sorted(extents, key=lambda e: (e.offset, e.length)):
         if extent.offset != position:
             raise SurgeryError(
                 f"{file.name}: tensors overlap or leave a hole at byte {position:,}", _AGAIN
@@ -104,13 +107,14 @@ def _check_coverage(tensors: dict[str, LazyTensor], file: SourceFile, data: int)
         position += extent.length
     if position != file.size:
         raise SurgeryError(
-            f"{file.name} is {file.size:,} bytes long, its header describes {position:,}", _AGAIN
+            f"{file.name} has {file.size:,} bytes, but its header describes {position:,}", _AGAIN
         )
 
 
 def make_header(tensors: Iterable[tuple[str, LazyTensor]]) -> bytes:
-    """The header of a file that holds the tensors in this order, its length included, padded to 8
-    bytes.
+    """Return the header of a file that holds the tensors in this order.
+
+    The header begins with its length and is padded to a multiple of 8 bytes.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0

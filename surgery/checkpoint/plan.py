@@ -1,7 +1,7 @@
-"""The plan: every file of the output, its header, its size and its sources, known before the first
-byte is written.
+"""The plan of an output: every file with its header, size and sources, before a byte is written.
 
-`--dry-run` prints it, the free-space check uses it, a resumed run is recognised by its fingerprint.
+`--dry-run` prints the plan, the check of free space uses it, and its fingerprint tells whether a
+run continues an interrupted one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """One output file: its header, then the tensors one after another. `verbatim`: a source file
-    copied as it is.
+    """One safetensors file of the output.
+
+    Args:
+        name: the file's name.
+        header: its header, its length included; empty where `verbatim` is given.
+        tensors: the tensors by name, in the order in which they lie in the file.
+        verbatim: the source file that is copied as a whole, where the shard equals it.
     """
 
     name: str
@@ -42,7 +47,14 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """`small` holds the content of every other file of the output, config.json included."""
+    """Everything that is known of an output before it is written.
+
+    Args:
+        shards: the safetensors files.
+        small: the content of every other file by name, config.json included.
+        fingerprint: a sha256 that changes whenever a byte of the output may.
+        parameters: the number of values in all tensors.
+    """
 
     shards: tuple[Shard, ...]
     small: Mapping[str, bytes]
@@ -55,46 +67,50 @@ class Plan:
 
     @property
     def peak_memory(self) -> int:
-        """Bytes that computing the largest tensor holds, beyond the interpreter and torch
-        themselves.
-        """
+        """The bytes that computing the largest tensor holds, not counting Python and torch."""
         return max((t.peak_memory for s in self.shards for _, t in s.tensors), default=0)
 
 
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
 def parse_size(text: str) -> int:
-    """Bytes in "5GB", "500MB", "1.5GiB" or a plain number. Raises UsageError for anything else."""
-    units = {
-        "": 1,
-        "KB": 10**3,
-        "MB": 10**6,
-        "GB": 10**9,
-        "TB": 10**12,
-        "KIB": 2**10,
-        "MIB": 2**20,
-        "GIB": 2**30,
-        "TIB": 2**40,
-    }
+    """Return the bytes that "5GB", "500MB", "1.5GiB" or a plain number means.
+
+    Raises UsageError for anything else, and for less than one byte.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if (
-        not match
-        or match[2].upper() not in units
-        or not (size := int(float(match[1]) * units[match[2].upper()]))
-    ):
+    unit = _UNITS.get(match[2].upper()) if match else None
+    size = int(float(match[1]) * unit) if match and unit else 0
+    if not size:
         raise UsageError(f"{text!r} is not a size", "write it like 5GB, 500MB or 2GiB")
     return size
 
 
 def make_plan(checkpoint: Checkpoint, max_shard_size: int | None = None) -> Plan:
-    """The plan of writing `checkpoint` in shards of at most `max_shard_size` bytes (default 5 GB; a
-    tensor larger than that has a shard of its own). Where the tensors are the source's own, its
-    shards are kept as they are."""
-    shards = (_verbatim(checkpoint) if max_shard_size is None else None) or _pack(
-        checkpoint.tensors, max_shard_size or DEFAULT_SHARD_SIZE
-    )
+    """Return the plan of writing `checkpoint`.
+
+    Args:
+        checkpoint: what is to be written.
+        max_shard_size: the most bytes of tensors in a shard; a larger tensor has a shard of its
+            own. By default the source's own shards are kept where the output has exactly their
+            tensors, and otherwise the limit is 5 GB.
+    """
+    shards = _verbatim(checkpoint) if max_shard_size is None else None
+    shards = shards or _pack(checkpoint.tensors, max_shard_size or DEFAULT_SHARD_SIZE)
     small = {f.name: side_file(f.name, f.path().read_bytes()) for f in checkpoint.files}
-    if (
-        shards[0].name != "model.safetensors"
-    ):  # one file of another name is found through an index alone
+    if shards[0].name != "model.safetensors":
+        # transformers finds a single file of another name through an index only.
         small[INDEX] = _index(checkpoint, shards)
     small["config.json"] = dump(_config(checkpoint.config, checkpoint.tensors))
     return Plan(
@@ -106,8 +122,10 @@ def make_plan(checkpoint: Checkpoint, max_shard_size: int | None = None) -> Plan
 
 
 def _config(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """The config complete for transformers 4 and 5; without a dtype 4 loads fp32, so the commonest
-    one is written.
+    """Return the config, complete for transformers 4 and 5.
+
+    Where it has no dtype, the one that most values have is added, because transformers 4 would load
+    the model in fp32.
     """
     if not (config.get("dtype") or config.get("torch_dtype") or config.get("text_config")):
         sizes: dict[str, int] = {}
@@ -118,7 +136,7 @@ def _config(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dic
 
 
 def _verbatim(checkpoint: Checkpoint) -> tuple[Shard, ...] | None:
-    """The source's own shards, where the output holds exactly their tensors, untouched."""
+    """Return the source's own shards where the output has exactly their tensors, else None."""
     files: dict[str, SourceFile] = {}
     for name, t in checkpoint.tensors.items():
         file = checkpoint.shards.get(name)
@@ -127,31 +145,22 @@ def _verbatim(checkpoint: Checkpoint) -> tuple[Shard, ...] | None:
         files[file.name] = file
     if len(checkpoint.tensors) != len(checkpoint.shards) or not all(_standard(n) for n in files):
         return None
+    contents: dict[str, list[tuple[str, LazyTensor]]] = {name: [] for name in sorted(files)}
+    for name, t in checkpoint.tensors.items():
+        contents[checkpoint.shards[name].name].append((name, t))
     return tuple(
-        Shard(
-            name=name,
-            header=b"",
-            verbatim=files[name],
-            tensors=tuple(
-                (n, t) for n, t in checkpoint.tensors.items() if checkpoint.shards[n].name == name
-            ),
-        )
-        for name in sorted(files)
+        Shard(name=name, header=b"", verbatim=files[name], tensors=tuple(pairs))
+        for name, pairs in contents.items()
     )
 
 
 def _standard(name: str) -> bool:
-    """Whether transformers finds a weight file of this name."""
-    return (
-        name == "model.safetensors"
-        or re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) is not None
-    )
+    """Return whether transformers finds a weight file of this name."""
+    return bool(re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name))
 
 
 def _pack(tensors: Mapping[str, LazyTensor], limit: int) -> tuple[Shard, ...]:
-    """Tensors in the order of their names, layer after layer, cut into shards of at most `limit`
-    bytes.
-    """
+    """Return shards of at most `limit` bytes of tensors, in the order of the layers."""
     groups: list[list[str]] = [[]]
     size = 0
     for name in sorted(tensors, key=natural_key):
@@ -160,17 +169,13 @@ def _pack(tensors: Mapping[str, LazyTensor], limit: int) -> tuple[Shard, ...]:
             size = 0
         groups[-1].append(name)
         size += tensors[name].nbytes
-    shards = []
+    shards, total = [], len(groups)
     for i, names in enumerate(groups, 1):
-        # Wide dtypes first: torch cannot view an fp32 tensor that begins at an odd multiple of two
-        # bytes.
+        # Wide dtypes come first, because torch cannot view an fp32 tensor whose offset is an odd
+        # multiple of two bytes.
         names.sort(key=lambda n: -DTYPES[tensors[n].dtype][0])
         pairs = tuple((n, tensors[n]) for n in names)
-        file = (
-            "model.safetensors"
-            if len(groups) == 1
-            else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-        )
+        file = f"model-{i:05d}-of-{total:05d}.safetensors" if total > 1 else "model.safetensors"
         shards.append(Shard(name=file, header=make_header(pairs), tensors=pairs))
     return tuple(shards)
 
@@ -182,7 +187,7 @@ def _index(checkpoint: Checkpoint, shards: tuple[Shard, ...]) -> bytes:
 
 
 def _fingerprint(shards: tuple[Shard, ...], small: Mapping[str, bytes]) -> str:
-    """sha256 of everything that decides an output byte."""
+    """Return the sha256 of everything that decides a byte of the output."""
     h = hashlib.sha256()
     for s in shards:
         h.update(f"{s.name}\n".encode() + s.header)

@@ -1,8 +1,7 @@
-"""JSON schemas of functions and dataclasses, from their signatures and docstrings; and what in a
-value breaks one.
+"""JSON schemas made from signatures and docstrings, and the violations of a schema in a value.
 
-Only what a signature can say is used: type, enum, items, properties, required,
-additionalProperties.
+The schemas use the keywords that a signature can express: type, enum, items, properties, required
+and additionalProperties.
 """
 
 from __future__ import annotations
@@ -43,15 +42,22 @@ _PYTHON: dict[str, tuple[type, ...]] = {
     "array": (list,),
     "object": (Mapping,),
 }
+# Layer numbers as text, such as "0-7,12".
 _LAYERS = {
     "type": "string",
     "pattern": r"^\s*\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*\s*$",
-}  # like 0-7,12
+}
 
 
 def of_function(function: Callable[..., Any], names: Mapping[str, Any]) -> Schema:
-    """Of the parameters but the first, each with what the docstring says of it under "Args:".
-    `names` are what classes in annotations stand for, in a file."""
+    """Return the schema of a function's parameters, without the first one.
+
+    Each parameter is described by its text under "Args:" in the docstring.
+
+    Args:
+        function: the function.
+        names: the types that stand in a file for classes named in annotations.
+    """
     texts, found, required = _argument_texts(inspect.getdoc(function) or ""), {}, []
     scope = {**_NAMES, **vars(inspect.getmodule(function)), **names}
     for name, p in list(inspect.signature(function).parameters.items())[1:]:
@@ -59,33 +65,31 @@ def of_function(function: Callable[..., Any], names: Mapping[str, Any]) -> Schem
         found[name] = _described(of_hint(hint), texts.get(name), p.default)
         if p.default is inspect.Parameter.empty:
             required.append(name)
-    return {
-        "type": "object",
-        "properties": found,
-        "additionalProperties": False,
-        "required": required,
-    }
+    return _closed_object(found, required)
 
 
 def of_dataclass(kind: type) -> Schema:
-    """Of the fields, each with what the docstring says of it under "Args:"."""
+    """Return the schema of a dataclass; fields are described under "Args:" in its docstring."""
     hints, texts = typing.get_type_hints(kind), _argument_texts(inspect.getdoc(kind) or "")
     found, required = {}, []
     for f in dataclasses.fields(kind):
         found[f.name] = _described(of_hint(hints[f.name]), texts.get(f.name), f.default)
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             required.append(f.name)
-    return {
-        "type": "object",
-        "properties": found,
-        "additionalProperties": False,
-        "required": required,
-    }
+    return _closed_object(found, required)
+
+
+def _closed_object(properties: dict[str, Schema], required: list[str]) -> Schema:
+    """Return the schema of an object that has no other keys than `properties`."""
+    schema: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    return schema | {"required": required}
 
 
 def of_hint(hint: Any) -> Schema:
-    """Of an annotation. Numbers of layers may also be text, "0-7,12"; what no file can hold is left
-    out of a union.
+    """Return the schema of an annotation.
+
+    A collection of integers may also be text such as "0-7,12". Members of a union that no file can
+    hold are left out.
     """
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return of_dataclass(hint)
@@ -99,21 +103,21 @@ def of_hint(hint: Any) -> Schema:
         return {"type": "object", **({"additionalProperties": value} if value else {})}
     if isinstance(origin, type) and issubclass(origin, AbstractCollection):
         items = {"type": "array", "items": of_hint(arguments[0])}
-        return (
-            _union([items, _LAYERS])
-            if origin is AbstractCollection and arguments[0] is int
-            else items
-        )
+        layers = origin is AbstractCollection and arguments[0] is int
+        return _union([items, _LAYERS]) if layers else items
     return {"type": _PLAIN[hint]} if hint in _PLAIN else {}
 
 
 def _in_files(hint: Any) -> bool:
-    """Whether a file can hold it: of the dataclasses those that can be made `of` a mapping."""
+    """Return whether a file can hold a value of this type.
+
+    A dataclass qualifies if it has a constructor `of` that takes a mapping.
+    """
     return hint in _PLAIN or typing.get_origin(hint) is not None or hasattr(hint, "of")
 
 
 def _union(parts: list[Schema]) -> Schema:
-    """One schema for several; an object whose keys are known hides one whose keys are not."""
+    """Return one schema for several; objects with known keys replace the object without any."""
     parts = [inner for p in parts for inner in p.get("anyOf", [p])]
     if any("properties" in p for p in parts):
         parts = [p for p in parts if p != {"type": "object"}]
@@ -125,14 +129,15 @@ def _union(parts: list[Schema]) -> Schema:
 
 
 def _described(schema: Schema, text: str | None, default: Any) -> Schema:
-    known = default is not inspect.Parameter.empty and isinstance(default, str | int | float | bool)
-    return (
-        schema | ({"description": text} if text else {}) | ({"default": default} if known else {})
-    )
+    if text:
+        schema = schema | {"description": text}
+    if default is not inspect.Parameter.empty and isinstance(default, str | int | float | bool):
+        schema = schema | {"default": default}
+    return schema
 
 
 def _argument_texts(docstring: str) -> dict[str, str]:
-    """What stands under "Args:", by argument."""
+    """Return the texts under "Args:" in a docstring, by argument."""
     section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)*)", docstring, re.MULTILINE)
     texts: dict[str, str] = {}
     for entry in re.split(r"\n(?=    \w)", "\n" + section[1].rstrip()) if section else ():
@@ -141,15 +146,19 @@ def _argument_texts(docstring: str) -> dict[str, str]:
     return texts
 
 
-# --- what breaks it -------------------------------------------------------------------------------
+# --- violations -----------------------------------------------------------------------------------
 
 Keys = tuple[str | int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Violation:
-    """The value at `path` (an unknown key itself is its last part), what is wrong with it, and what
-    would be right.
+    """One violation of a schema.
+
+    Args:
+        path: the keys that lead to the value; the last one is the key itself where it is unknown.
+        message: what is wrong.
+        hint: what would be right.
     """
 
     path: Keys
@@ -158,10 +167,11 @@ class Violation:
 
 
 def violations(value: Any, schema: Schema, path: Keys = ()) -> Iterator[Violation]:
-    """What in `value` the schema does not allow, in the order of the value."""
+    """Yield what the schema does not allow, in the order in which it appears in `value`."""
     if "anyOf" in schema:
         each = [(s, list(violations(value, s, path))) for s in schema["anyOf"]]
-        if all(found for _, found in each):  # the one that was meant is of the value's type
+        if all(found for _, found in each):
+            # The alternative with the value's type is most likely the one that was meant.
             yield from max(each, key=lambda e: "type" in e[0] and _is(value, e[0]["type"]))[1]
     elif "enum" in schema:
         if value not in schema["enum"]:
@@ -203,13 +213,14 @@ def _unknown(value: Any, known: list[str], path: Keys, what: str = "") -> Violat
 
 
 def _is(value: Any, names: str | list[str]) -> bool:
-    """Whether a value is of one of the types; True and False are no numbers."""
+    """Return whether a value has one of the types; True and False are not numbers."""
     listed = [names] if isinstance(names, str) else names
     kinds = tuple(kind for n in listed for kind in _PYTHON[n])
     return isinstance(value, kinds) and (not isinstance(value, bool) or "boolean" in listed)
 
 
 def _names(names: str | list[str]) -> list[str]:
+    """Return the types in words, without null unless it is the only one."""
     words = {
         "string": "text",
         "integer": "a whole number",

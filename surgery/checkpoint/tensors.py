@@ -1,11 +1,11 @@
 """Lazy tensors: a dtype, a shape, and where the bytes will come from.
 
-Either *extents* of source files (whole tensors, row slices, concatenations), which the writer lets
-the kernel copy without a byte passing through Python, or a *function* of other lazy tensors,
-computed when its turn to be written comes. The size is always known beforehand, so a plan can be
-made without reading any weight.
+The bytes are either *extents* of source files (whole tensors, row slices, concatenations), which
+the kernel copies without a byte passing through Python, or the result of a *function* of other lazy
+tensors, which is computed when the tensor is written. The size is always known beforehand, so a
+plan can be made without reading any weight.
 
-Dtypes are safetensors' names ("BF16"), so that planning needs no torch.
+Dtypes have the names of safetensors ("BF16"), so that planning does not need torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-# bytes per element, torch's name
+# By name in safetensors: bytes per element, name in torch.
 DTYPES: dict[str, tuple[int, str]] = {
     "F64": (8, "float64"),
     "F32": (4, "float32"),
@@ -48,7 +48,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class SourceFile(Protocol):
-    """A file of the source checkpoint, on this disk or not yet."""
+    """A file of a checkpoint, on this disk or elsewhere."""
 
     @property
     def name(self) -> str: ...
@@ -58,17 +58,17 @@ class SourceFile(Protocol):
 
     @property
     def identity(self) -> str:
-        """Changes when the content may have: what a plan's fingerprint sees."""
+        """A text that changes whenever the content may; it enters a plan's fingerprint."""
         ...
 
     def path(self) -> Path:
-        """The file on this disk, fetched first where it is elsewhere."""
+        """Return the file on this disk, downloading it first where it is elsewhere."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """`length` bytes of `file` from `offset`."""
+    """`length` bytes of `file`, beginning at byte `offset`."""
 
     file: SourceFile
     offset: int
@@ -77,12 +77,20 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """`dtype`, `shape`, and one of three: `extents`; `compute(*inputs)`, which returns a torch
-    tensor of that dtype and shape; or, with neither, the `inputs` one after another along the first
-    dimension, so that they are written one at a time.
+    """A tensor of known dtype and shape whose value is read or computed later.
 
-    `recipe` names the function and its constants ("cast to F32"): with the inputs it identifies the
-    value, so that a plan's fingerprint changes whenever an output byte would.
+    The value comes from one of three sources: `extents`; `compute(*inputs)`; or, with neither, the
+    `inputs` joined along the first dimension, which are then written one at a time.
+
+    Args:
+        dtype: the name in safetensors, such as "BF16".
+        shape: the shape.
+        extents: the bytes of source files that make up the value, in order.
+        compute: a function that takes the values of `inputs` and returns a torch tensor of this
+            dtype and shape.
+        inputs: the tensors that the value is computed from.
+        recipe: the function and its constants in words ("cast to F32"). Together with the inputs it
+            identifies the value, so a plan's fingerprint changes whenever the bytes may.
     """
 
     dtype: str
@@ -102,60 +110,61 @@ class LazyTensor:
 
     @property
     def peak_memory(self) -> int:
-        """Upper bound of the bytes held while the value is computed; 0 where the kernel copies
-        it.
-        """
+        """The most bytes held while the value is computed; 0 where the kernel copies it."""
         if self.compute is None:
             return max((t.peak_memory for t in self.inputs), default=0)
         held = sum(max(t.nbytes, t.peak_memory) for t in self.inputs)
-        return held + 4 * self.numel + self.nbytes  # functions work in fp32
+        return held + 4 * self.numel + self.nbytes  # Functions work in fp32.
 
     def identity(self) -> str:
-        """A line that changes whenever the bytes may."""
+        """Return a line of text that changes whenever the bytes may."""
         parts = [self.dtype, str(self.shape), self.recipe]
         parts += [f"{e.file.name}@{e.file.identity}[{e.offset}+{e.length}]" for e in self.extents]
         parts += [hashlib.sha256(t.identity().encode()).hexdigest() for t in self.inputs]
         return "|".join(parts)
 
     def sources(self) -> Iterator[Extent]:
-        """Every extent of a source file that the value depends on."""
+        """Yield every extent of a source file that the value depends on."""
         yield from self.extents
         for t in self.inputs:
             yield from t.sources()
 
     def read(self) -> torch.Tensor:
-        """The value, in memory, as a torch tensor of this dtype and shape that nothing else
-        shares.
+        """Return the value as a torch tensor, in memory that nothing else shares.
+
+        Raises SurgeryError where a source file ends early.
         """
         import torch
 
+        dtype = _torch_dtype(DTYPES[self.dtype][1])
         if self.compute is not None:
             value = self.compute(*(t.read() for t in self.inputs))
-            expected = (getattr(torch, DTYPES[self.dtype][1]), self.shape)
+            expected = (dtype, self.shape)
             if (value.dtype, tuple(value.shape)) != expected:
                 raise AssertionError(
                     f"{self.recipe}: planned {expected}, computed {(value.dtype, value.shape)}"
                 )
             return value.contiguous()
         if self.inputs:
-            value = torch.empty(self.shape, dtype=getattr(torch, DTYPES[self.dtype][1]))
-            for part, t in zip(
-                value.split([t.shape[0] for t in self.inputs]), self.inputs, strict=True
-            ):
+            value = torch.empty(self.shape, dtype=dtype)
+            parts = value.split([t.shape[0] for t in self.inputs])
+            for part, t in zip(parts, self.inputs, strict=True):
                 part.copy_(t.read())
             return value
         if not self.nbytes:
-            return torch.empty(self.shape, dtype=getattr(torch, DTYPES[self.dtype][1]))
-        data = torch.frombuffer(self.read_bytes(), dtype=torch.uint8)
-        return data.view(getattr(torch, DTYPES[self.dtype][1])).view(self.shape)
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.frombuffer(self.read_bytes(), dtype=torch.uint8).view(dtype).view(self.shape)
 
     @property
     def copied(self) -> bool:
-        """Whether it is extents alone, which the kernel copies."""
+        """Whether the value consists of extents alone, which the kernel copies."""
         return self.compute is None and not self.inputs
 
     def read_bytes(self) -> bytearray:
-        """The bytes of the extents, in order."""
+        """Return the bytes of the extents, in order.
+
+        Raises SurgeryError where a source file ends early.
+        """
         buffer = bytearray(self.nbytes)
         view, position = memoryview(buffer), 0
         for extent in self.extents:
@@ -167,68 +176,68 @@ class LazyTensor:
                     if not n:
                         raise SurgeryError(
                             f"{extent.file.name} ended early: it was truncated while it was read",
-                            "check the source with `surgery inspect`, then run the same command again",
+                            "check the source with `surgery inspect`, "
+                            "then run the same command again",
                         )
                     position += n
         return buffer
 
-    # --- views: still extents, copied by the kernel -----------------------------------------------
+    # --- views: extents remain extents, which the kernel copies -----------------------------------
 
     def rows(self, start: int, stop: int) -> LazyTensor:
-        """Rows [start, stop) of the first dimension."""
+        """Return rows [start, stop) of the first dimension."""
         if not 0 <= start < stop <= self.shape[0]:
             raise ValueError(f"rows {start}:{stop} of a tensor of shape {self.shape}")
         shape = (stop - start, *self.shape[1:])
         if not self.copied:
-            return derive(
-                f"rows {start}:{stop}", lambda t: t[start:stop], self, dtype=self.dtype, shape=shape
-            )
+            recipe = f"rows {start}:{stop}"
+            return derive(recipe, lambda t: t[start:stop], self, dtype=self.dtype, shape=shape)
         row = self.nbytes // self.shape[0]
         return LazyTensor(self.dtype, shape, tuple(_slice(self.extents, start * row, stop * row)))
 
     def reshape(self, *shape: int) -> LazyTensor:
-        """The same bytes under another shape."""
+        """Return the same bytes under another shape."""
         if math.prod(shape) != self.numel:
             raise ValueError(f"cannot view {self.shape} as {shape}")
         if not self.copied:
-            return derive(
-                f"reshape {shape}", lambda t: t.reshape(shape), self, dtype=self.dtype, shape=shape
-            )
+            recipe = f"reshape {shape}"
+            return derive(recipe, lambda t: t.reshape(shape), self, dtype=self.dtype, shape=shape)
         return LazyTensor(self.dtype, shape, self.extents)
 
     # --- functions --------------------------------------------------------------------------------
 
     def cast(self, dtype: str) -> LazyTensor:
-        """The values in another dtype (round to nearest even)."""
+        """Return the values in another dtype, rounded to nearest even."""
         if dtype == self.dtype:
             return self
-        name = DTYPES[dtype][1]
-        return derive(
-            f"cast to {dtype}",
-            lambda t: t.to(_torch_dtype(name)),
-            self,
-            dtype=dtype,
-            shape=self.shape,
-        )
+
+        def convert(t: torch.Tensor) -> torch.Tensor:
+            return t.to(_torch_dtype(DTYPES[dtype][1]))
+
+        return derive(f"cast to {dtype}", convert, self, dtype=dtype, shape=self.shape)
 
     def transpose(self) -> LazyTensor:
-        """The matrix transposed: [A, B] to [B, A]."""
+        """Return the transpose of a matrix: [A, B] becomes [B, A]."""
         shape = (self.shape[1], self.shape[0])
         return derive("transpose", lambda t: t.T, self, dtype=self.dtype, shape=shape)
 
     def map(
         self, recipe: str, function: Callable[[torch.Tensor], torch.Tensor], dtype: str = ""
     ) -> LazyTensor:
-        """`function` of the values in fp32, rounded to `dtype` (this tensor's own by default)."""
+        """Return `function` of the values, computed in fp32 and rounded to `dtype`.
+
+        Args:
+            recipe: the function and its constants in words.
+            function: a function that keeps the shape.
+            dtype: by default the dtype of this tensor.
+        """
         dtype = dtype or self.dtype
-        name = DTYPES[dtype][1]
-        return derive(
-            f"{recipe} in F32, as {dtype}",
-            lambda t: function(t.float()).to(_torch_dtype(name)),
-            self,
-            dtype=dtype,
-            shape=self.shape,
-        )
+
+        def compute(t: torch.Tensor) -> torch.Tensor:
+            return function(t.float()).to(_torch_dtype(DTYPES[dtype][1]))
+
+        recipe = f"{recipe} in F32, as {dtype}"
+        return derive(recipe, compute, self, dtype=dtype, shape=self.shape)
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -244,15 +253,22 @@ def derive(
     dtype: str,
     shape: tuple[int, ...],
 ) -> LazyTensor:
-    """A tensor computed by `function` from `inputs` when it is written. `recipe` must name every
-    constant in it.
+    """Return a tensor that `function` computes from the values of `inputs` when it is written.
+
+    Args:
+        recipe: the function in words, with every constant in it; it identifies the value.
+        function: takes the values of `inputs` and returns a torch tensor.
+        inputs: the tensors that the value is computed from.
+        dtype: the dtype that `function` returns.
+        shape: the shape that `function` returns.
     """
     return LazyTensor(dtype, shape, compute=function, inputs=inputs, recipe=recipe)
 
 
 def concatenate(tensors: Sequence[LazyTensor]) -> LazyTensor:
-    """The tensors one after another along the first dimension; no two of them are in memory when it
-    is written.
+    """Return the tensors joined along the first dimension.
+
+    They are written one at a time, so no two of them are in memory at once.
     """
     first = tensors[0]
     for t in tensors:
@@ -265,7 +281,7 @@ def concatenate(tensors: Sequence[LazyTensor]) -> LazyTensor:
 
 
 def constant(value: float, shape: tuple[int, ...], dtype: str) -> LazyTensor:
-    """A tensor of one value."""
+    """Return a tensor all of whose elements are `value`."""
 
     def make() -> torch.Tensor:
         import torch
@@ -276,19 +292,18 @@ def constant(value: float, shape: tuple[int, ...], dtype: str) -> LazyTensor:
 
 
 def normal(name: str, seed: int, std: float, shape: tuple[int, ...], dtype: str) -> LazyTensor:
-    """N(0, std²). The values depend on (seed, name) alone: any order, any process and any resume
-    gives the same bytes.
+    """Return random values from N(0, std²).
 
-    Drawn by NumPy's PCG64, whose stream does not depend on the processor, unlike `torch.randn`.
+    The values depend on (seed, name) alone, so they are the same in any order, in any process and
+    after any interruption. They are drawn by NumPy's PCG64, whose stream, unlike that of
+    `torch.randn`, does not depend on the processor.
     """
 
     def make() -> torch.Tensor:
         import torch
 
-        values = (
-            _generator(name, seed).standard_normal(math.prod(shape), dtype="float32").reshape(shape)
-        )
-        return (torch.from_numpy(values) * std).to(_torch_dtype(DTYPES[dtype][1]))
+        flat = _generator(name, seed).standard_normal(math.prod(shape), dtype="float32")
+        return (torch.from_numpy(flat.reshape(shape)) * std).to(_torch_dtype(DTYPES[dtype][1]))
 
     return derive(f"normal seed={seed} std={std!r} name={name}", make, dtype=dtype, shape=shape)
 
@@ -301,7 +316,7 @@ def _generator(name: str, seed: int) -> numpy.random.Generator:
 
 
 def _slice(extents: Sequence[Extent], start: int, stop: int) -> Iterator[Extent]:
-    """The bytes [start, stop) of the concatenated extents."""
+    """Yield the extents of bytes [start, stop) of the concatenated extents."""
     position = 0
     for e in extents:
         low, high = max(start, position), min(stop, position + e.length)

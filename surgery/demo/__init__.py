@@ -1,5 +1,6 @@
-"""The embedded demo model and its held-out text, which is also the default data of every command
-that needs text.
+"""The built-in demo model and its held-out text.
+
+The text is also the default data of every command that needs some.
 """
 
 from pathlib import Path

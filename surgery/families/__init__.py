@@ -1,7 +1,6 @@
-"""Facts of architectures as data: where each family keeps its MLP, how it is laid out, what its
-config calls it.
+"""Facts about architectures as data: where each family keeps its MLP, and what its config calls it.
 
-A new family is a row in `dense.py` or `moe.py`; nothing else in the project names an architecture.
+A new family is a row in `dense.py` or `moe.py`.
 """
 
 from surgery.families.family import OPERATED, Family

@@ -1,11 +1,12 @@
-"""Dense families."""
+"""The table of dense families."""
 
 from typing import Any
 
 from surgery.families.family import Family, same_as
 
-# What the model classes assume where config.json is silent. A conversion to another class writes
-# them out: the other class assumes something else (Mixtral: 8 key-value heads, rope_theta 1e6).
+# What the model classes assume where config.json has no value. A conversion to another class writes
+# these values out, because the other class assumes different ones (Mixtral: 8 key-value heads,
+# rope_theta 1e6).
 _DEFAULTS = {
     "rope_theta": 10000.0,
     "rms_norm_eps": 1e-6,
@@ -101,7 +102,7 @@ _GEMMA_2: dict[str, Any] = {
 
 
 def _plain(model_type: str, up: str, down: str, **facts: object) -> Family:
-    """An MLP without a gate."""
+    """Return a family whose MLP has no gate."""
     return Family(model_type=model_type, gate=None, up=up, down=down, **facts)  # type: ignore[arg-type]
 
 

@@ -1,6 +1,4 @@
-"""`Family` says where one `model_type` keeps its MLPs, how they lie on disk, and what its config
-calls them.
-"""
+"""`Family`: where one `model_type` keeps its MLPs, how they are stored, and their config keys."""
 
 from __future__ import annotations
 
@@ -10,53 +8,63 @@ from typing import Any
 
 from surgery.checkpoint.config import Config
 
-OPERATED = "surgery_"  # stands before the model_type where blocks are our code: a "surgery_llama" is a llama
+# The prefix of a model_type with custom-code blocks: a "surgery_llama" is a llama otherwise.
+OPERATED = "surgery_"
 
 
 def same_as(key: str) -> Callable[[Mapping[str, Any]], Any]:
-    """A default that is another field's value."""
+    """Return a default that takes the value of another field."""
     return lambda config: config[key]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """One `model_type`. Paths are relative to a decoder layer; `.weight` and `.bias` are appended
-    to them.
+    """The facts about one `model_type`.
+
+    Paths are relative to a decoder layer, and `.weight` and `.bias` are appended to them.
     """
 
     model_type: str
-    post_norm: str | None = None  # the norm between the MLP's output and the residual stream
-    pre_norms: tuple[str, ...] = (
-        "input_layernorm",
-        "post_attention_layernorm",
-    )  # what attention and the MLP read
-    bias_key: str | None = None  # the config key that gives gate, up and down biases
-    layers: str = "layers"  # the ModuleList of decoder layers, in the body of the model
-    mlp: str = "mlp"  # the module; "" where its parts stand in the layer itself
-    loose: tuple[str, ...] = ()  # these parts, in the order in which the layer applies them
+    # The norm between the MLP's output and the residual stream.
+    post_norm: str | None = None
+    # The norms whose outputs attention and the MLP read.
+    pre_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    # The config key that gives biases to gate, up and down.
+    bias_key: str | None = None
+    # The ModuleList of decoder layers in the body of the model.
+    layers: str = "layers"
+    # The MLP's module; "" where its parts are modules of the layer itself.
+    mlp: str = "mlp"
+    # Those parts, in the order in which the layer applies them.
+    loose: tuple[str, ...] = ()
     gate: str | None = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
-    fused_gate_up: bool = False  # `up` holds gate's rows, then up's
-    transposed: bool = False  # Conv1D: [in, out]
+    # Whether `up` holds the rows of gate, then those of up.
+    fused_gate_up: bool = False
+    # Whether matrices are stored as [in, out], as Conv1D does.
+    transposed: bool = False
+
     # Config keys, and the values that the model class assumes where config.json has none.
     hidden_key: str = "hidden_size"
     width_key: str = "intermediate_size"
     layers_key: str = "num_hidden_layers"
-    activation_key: str = "hidden_act"  # "": the activation is fixed in the model class
-    activation: str = "silu"  # the default of the model class
-    defaults: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what else it assumes; a value may be a function of the config
-    # Mixture of experts
-    experts: str | None = None  # the module with the routed experts; None: a dense family
+    # "" where the activation is fixed in the model class.
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
+    # Other fields; a value may be a function of the config.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    # The module with the routed experts; None for a dense family.
+    experts: str | None = None
     router: str | None = None
-    shared: str | None = None  # the shared expert(s), which every token passes
+    # The shared experts, which every token passes.
+    shared: str | None = None
     experts_key: str = "num_experts"
     top_k_key: str = "num_experts_per_tok"
 
     def effective(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config with the model class's defaults written out where it is silent."""
+        """Return the config with the defaults of the model class added where it has no value."""
         out = Config(config)
         for key, default in self.defaults.items():
             if not callable(default):
@@ -67,18 +75,20 @@ class Family:
 
     @property
     def gathered(self) -> Family:
-        """The family where our code has put loose parts in a module, in the place of the first
-        (blocks/gathered_mlp.py).
+        """The family after custom code has gathered the loose parts of its MLP in one module.
+
+        The module takes the place of the first part (see blocks/gathered_mlp.py).
         """
         place = self.loose[0]
-        return replace(
-            self, mlp=place, up=f"{place}.{self.up}", down=f"{place}.{self.down}", loose=()
-        )
+        up, down = f"{place}.{self.up}", f"{place}.{self.down}"
+        return replace(self, mlp=place, up=up, down=down, loose=())
 
     @property
     def gated(self) -> bool:
+        """Whether the MLP has a gate."""
         return self.gate is not None
 
     @property
     def is_moe(self) -> bool:
+        """Whether the family is a mixture of experts."""
         return self.experts is not None

@@ -1,8 +1,8 @@
-"""How experts stand on disk: from MLPs as Linear keeps them to tensors, by path in a decoder layer.
+"""Layouts of experts on disk: from MLPs in the layout of Linear to tensors by path in a layer.
 
-Shapes: E experts of width w, H hidden_size; gate and up [w, H], down [H, w]. Per-expert names are
-written wherever a
-class reads them: transformers 4 takes fused ones for random experts without an exception.
+Shapes: E experts of width w, H hidden_size; gate and up [w, H], down [H, w]. Names of one tensor
+per expert are written wherever the model class reads them, because transformers 4 does not
+recognise fused ones: it loads random experts without an exception.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Place = Callable[[Sequence[Mlp]], Tensors]
 
 
 def per_expert(gate: str, up: str, down: str) -> Place:
-    """One tensor per expert and matrix; paths with an {e}."""
+    """Return the layout with one tensor per expert and matrix; `{e}` in a path is the expert."""
 
     def place(experts: Sequence[Mlp]) -> Tensors:
         out: Tensors = {}
@@ -35,13 +35,14 @@ def per_expert(gate: str, up: str, down: str) -> Place:
 
 
 def usual(module: str) -> Place:
-    """{module}.gate_proj, .up_proj and .down_proj."""
+    """Return the layout {module}.gate_proj, {module}.up_proj and {module}.down_proj."""
     return per_expert(f"{module}.gate_proj", f"{module}.up_proj", f"{module}.down_proj")
 
 
 def granite(experts: Sequence[Mlp]) -> Tensors:
-    """input_linear [E, 2w, H] (gate's rows, then up's) and output_linear [E, H, w]: copies are
-    still copied by the kernel.
+    """Return Granite's fused tensors, whose extents remain extents that the kernel copies.
+
+    input_linear is [E, 2w, H], the rows of gate and then those of up; output_linear is [E, H, w].
     """
     (w, h), e = experts[0].up.shape, len(experts)
     gate_up, down = _gate_up_rows(experts), concatenate([mlp.down for mlp in experts])
@@ -52,7 +53,7 @@ def granite(experts: Sequence[Mlp]) -> Tensors:
 
 
 def granite_shared(experts: Sequence[Mlp]) -> Tensors:
-    """The one shared expert: input_linear [2w, H], output_linear [H, w]."""
+    """Return the one shared expert: input_linear [2w, H] and output_linear [H, w]."""
     return {
         "shared_mlp.input_linear.weight": _gate_up_rows(experts),
         "shared_mlp.output_linear.weight": experts[0].down,
@@ -64,18 +65,19 @@ def _gate_up_rows(experts: Sequence[Mlp]) -> LazyTensor:
 
 
 def llama4(experts: Sequence[Mlp]) -> Tensors:
-    """gate_up_proj [E, H, 2w] (gate's columns, then up's), down_proj [E, w, H]."""
+    """Return gate_up_proj [E, H, 2w] (columns of gate, then of up) and down_proj [E, w, H]."""
+    gate_up = _stacked(experts, "gate, then up, transposed", _beside)
     return {
-        "feed_forward.experts.gate_up_proj": _stacked(
-            experts, "gate, then up, transposed", _beside
-        ),
+        "feed_forward.experts.gate_up_proj": gate_up,
         "feed_forward.experts.down_proj": _downs(experts),
     }
 
 
 def gpt_oss(experts: Sequence[Mlp]) -> Tensors:
-    """gate_up_proj [E, H, 2w] (their columns in turn), down_proj [E, w, H], and biases. The class
-    computes (up + 1)·gate·sigmoid(gate·alpha): up's bias of -1 takes the 1 away again."""
+    """Return gate_up_proj [E, H, 2w] with alternating columns, down_proj [E, w, H], and biases.
+
+    The class computes (up + 1)·gate·sigmoid(gate·alpha); a bias of -1 on up cancels the 1.
+    """
     (w, h), e, dtype = experts[0].up.shape, len(experts), experts[0].up.dtype
     one_off = derive(
         "0 and -1 in turn",
@@ -93,7 +95,7 @@ def gpt_oss(experts: Sequence[Mlp]) -> Tensors:
 
 
 def _stacked(experts: Sequence[Mlp], recipe: str, join: Callable[..., torch.Tensor]) -> LazyTensor:
-    """[E, H, 2w]; one expert at a time is read beside the result."""
+    """Return gate and up of all experts, [E, H, 2w], joined by `join` one expert at a time."""
     w, h = experts[0].up.shape
     each = [
         derive(recipe, join, mlp.gate, mlp.up, dtype=mlp.up.dtype, shape=(h, 2 * w))

@@ -1,4 +1,4 @@
-"""The family of a config, and where the MLP blocks of a checkpoint are."""
+"""Find the family of a config, and the MLP blocks of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from surgery.families.moe import MOE
 
 
 def known() -> Mapping[str, Family]:
-    """Every family, by `model_type`."""
+    """Return every family by `model_type`."""
     return DENSE | MOE
 
 
 def find(config: Mapping[str, Any]) -> Family:
-    """The family of a config.json: `text_config.model_type` first, in multimodal models.
+    """Return the family of a config.json.
 
-    Raises SurgeryError for a family that is not in the table.
+    In multimodal models it is that of `text_config` if known. Raises SurgeryError where no
+    `model_type` is in the tables.
     """
     stated = ((config.get("text_config") or {}).get("model_type"), config.get("model_type"))
     types = [str(t).removeprefix(OPERATED) for t in stated if t]
@@ -42,8 +43,9 @@ def find(config: Mapping[str, Any]) -> Family:
 
 
 def locate(checkpoint: Checkpoint) -> Blocks:
-    """The decoder layers of a checkpoint. Raises SurgeryError where the tensors do not agree with
-    the config.
+    """Return the decoder layers of a checkpoint.
+
+    Raises SurgeryError where the tensors do not belong to the config.
     """
     family = find(checkpoint.config)
     count = int(checkpoint.text_config.get(family.layers_key) or 0)
@@ -51,14 +53,15 @@ def locate(checkpoint: Checkpoint) -> Blocks:
     if not prefixes or not count:
         raise SurgeryError(
             f"no tensor of a {family.model_type} layer among {len(checkpoint.tensors)} tensors",
-            "the tensors do not belong to this config.json",
+            "give a checkpoint whose tensors belong to its config.json",
         )
     return Blocks(family=family, checkpoint=checkpoint, prefix=min(prefixes, key=len), count=count)
 
 
 def _layer_names(family: Family, names: Mapping[str, Any]) -> Iterator[re.Match[str]]:
-    """Names of tensors in the MLP of a decoder layer; towers of other modalities name theirs
-    otherwise.
+    """Yield the names of tensors in the MLPs of decoder layers.
+
+    Vision towers are left out; the towers of other modalities use other names.
     """
     part = re.escape(family.mlp + "." if family.mlp else family.down + ".")
     pattern = re.compile(rf"(?P<prefix>(?:[\w.]+\.)?{family.layers}\.)(?P<layer>\d+)\.{part}")

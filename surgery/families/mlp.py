@@ -1,7 +1,7 @@
 """The MLP blocks of a checkpoint in one layout.
 
-Shapes: H hidden_size, F intermediate_size. An MLP is always seen as `torch.nn.Linear` keeps it:
-gate and up [F, H], down [H, F], whatever is on disk (fused gate_up, transposed Conv1D).
+Shapes: H hidden_size, F intermediate_size. Whatever the layout on disk (fused gate_up, transposed
+Conv1D), an MLP is seen as `torch.nn.Linear` keeps it: gate and up [F, H], down [H, F].
 """
 
 from __future__ import annotations
@@ -19,8 +19,16 @@ BY_NEURON = ("gate", "up", "gate_bias", "up_bias")  # the parts of an MLP with a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mlp:
-    """One dense MLP in Linear's layout: gate, up [F, H]; down [H, F]; biases [F], [F], [H] or
-    None.
+    """One dense MLP in the layout of Linear.
+
+    Args:
+        gate: [F, H], or None where the MLP has no gate.
+        up: [F, H].
+        down: [H, F].
+        gate_bias: [F] or None.
+        up_bias: [F] or None.
+        down_bias: [H] or None.
+        names: the tensors on disk that it consists of.
     """
 
     gate: LazyTensor | None
@@ -29,10 +37,11 @@ class Mlp:
     gate_bias: LazyTensor | None = None
     up_bias: LazyTensor | None = None
     down_bias: LazyTensor | None = None
-    names: tuple[str, ...]  # the tensors on disk that it consists of
+    names: tuple[str, ...]
 
     @property
     def width(self) -> int:
+        """The number of neurons, F."""
         return self.up.shape[0]
 
     def by_neuron(self, function: Callable[[LazyTensor], LazyTensor]) -> Mlp:
@@ -48,8 +57,13 @@ class Mlp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
-    """The decoder layers of a checkpoint: `prefix` is what stands before the layer number
-    ("model.layers.").
+    """The decoder layers of a checkpoint.
+
+    Args:
+        family: the family of the checkpoint.
+        checkpoint: the checkpoint.
+        prefix: what comes before the layer number in the names of tensors ("model.layers.").
+        count: the number of decoder layers.
     """
 
     family: Family
@@ -58,35 +72,36 @@ class Blocks:
     count: int
 
     def layer(self, index: int) -> str:
+        """Return the prefix of the names of decoder layer `index` ("model.layers.3.")."""
         return f"{self.prefix}{index}."
 
     @property
     def activation(self) -> str:
         """The name of the MLPs' activation."""
-        return str(
-            self.checkpoint.text_config.get(self.family.activation_key) or self.family.activation
-        )
+        stated = self.checkpoint.text_config.get(self.family.activation_key)
+        return str(stated or self.family.activation)
 
     @property
     def residual_multiplier(self) -> float:
-        """What an MLP's output is multiplied with before it is added to the residual stream
-        (Granite).
-        """
+        """The factor of an MLP's output where it is added to the residual stream (Granite)."""
         return float(self.checkpoint.text_config.get("residual_multiplier") or 1.0)
 
     def names(self, index: int) -> list[str]:
-        """Every tensor of decoder layer `index`."""
+        """Return the names of all tensors of decoder layer `index`."""
         start = self.layer(index)
         return [n for n in self.checkpoint.tensors if n.startswith(start)]
 
     def mlp_names(self, index: int) -> list[str]:
-        """Every tensor of the MLP block (router and experts included) of decoder layer `index`."""
+        """Return the names of all tensors of an MLP block, router and experts included."""
         start, f = self.layer(index), self.family
         parts = (f.mlp + ".",) if f.mlp else (f.up + ".", f.down + ".")
         return [n for n in self.names(index) if n[len(start) :].startswith(parts)]
 
     def mlp(self, index: int) -> Mlp:
-        """The dense MLP of decoder layer `index`."""
+        """Return the dense MLP of decoder layer `index`.
+
+        Raises SurgeryError where a tensor is missing.
+        """
         f, start, tensors = self.family, self.layer(index), self.checkpoint.tensors
         used: list[str] = []
 
@@ -100,7 +115,8 @@ class Blocks:
         def need(path: str) -> LazyTensor:
             if (t := take(path, "weight")) is None:
                 raise SurgeryError(
-                    f"layer {index} has no tensor {start}{path}.weight, which a {f.model_type} needs",
+                    f"layer {index} has no tensor {start}{path}.weight, "
+                    f"which a {f.model_type} needs",
                     "the checkpoint is incomplete: download it again",
                 )
             return t
@@ -124,22 +140,18 @@ class Blocks:
         )
 
     def restored(self, index: int, mlp: Mlp) -> dict[str, LazyTensor]:
-        """The tensors on disk that hold this MLP in layer `index`: the inverse of `mlp`."""
+        """Return the tensors on disk that hold an MLP in layer `index`: the inverse of `mlp`."""
         f, out = self.family, dict[str, LazyTensor]()
-        gate = [(mlp.gate, mlp.gate_bias, f.gate)] if f.gate and not f.fused_gate_up else []
-        for weight, bias, path in (
-            *gate,
-            (mlp.up, mlp.up_bias, f.up),
-            (mlp.down, mlp.down_bias, f.down),
-        ):
+        parts = [(mlp.up, mlp.up_bias, f.up), (mlp.down, mlp.down_bias, f.down)]
+        if f.gate and not f.fused_gate_up and mlp.gate is not None:
+            parts.insert(0, (mlp.gate, mlp.gate_bias, f.gate))
+        for weight, bias, path in parts:
             if path == f.up and f.fused_gate_up:
-                assert weight is not None and mlp.gate is not None
+                assert mlp.gate is not None
                 weight = concatenate([mlp.gate, weight])
                 bias = concatenate([mlp.gate_bias, bias]) if mlp.gate_bias and bias else None
-            if weight is not None:
-                out[f"{self.layer(index)}{path}.weight"] = (
-                    weight.transpose() if f.transposed else weight
-                )
+            stored = weight.transpose() if f.transposed else weight
+            out[f"{self.layer(index)}{path}.weight"] = stored
             if bias is not None:
                 out[f"{self.layer(index)}{path}.bias"] = bias
         return out

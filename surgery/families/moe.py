@@ -1,5 +1,6 @@
-"""Mixture-of-experts families. Names are those on disk, one tensor per expert where the family has
-both layouts.
+"""The table of mixture-of-experts families.
+
+Names are those on disk; where a family has two layouts, those of one tensor per expert.
 """
 
 from typing import Any

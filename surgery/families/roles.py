@@ -1,9 +1,8 @@
-"""What a tensor is for, by its name: tables of patterns, first match wins.
+"""The roles of tensors by their names: tables of patterns, of which the first match wins.
 
-The row of the family, where there is one, comes before the generic rules, so that a `model_type`
-that is in no table is still understood as far as its names are usual ones. Both layouts of experts
-are covered: one tensor per expert (`experts.3.up_proj.weight`) and fused ones
-(`experts.gate_up_proj`).
+The row of a known family comes before the generic rules. A `model_type` that is in no table is
+understood as far as its names are common ones. Both layouts of experts are covered: one tensor per
+expert (`experts.3.up_proj.weight`) and fused experts (`experts.gate_up_proj`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from functools import cache
 
 from surgery.families.family import Family
 
-# In the order of a report. `towers` are what decoding text never runs: other modalities,
+# In the order of a report. `towers` are never run when text is decoded: other modalities and
 # multi-token prediction.
 ROLES = (
     "embedding",
@@ -30,7 +29,8 @@ ROLES = (
     "towers",
 )
 MLP_ROLES = ("mlp", "shared_experts", "routed_experts")
-IDLE_ROLES = ("embedding", "towers")  # never multiplied: an embedding is a lookup of one row
+# Never multiplied; an embedding is a lookup of one row.
+IDLE_ROLES = ("embedding", "towers")
 
 LAYER = re.compile(
     r"^(?P<prefix>(?:[^.]+\.)*?(?:layers?|h|blocks?))\.(?P<index>\d+)\.(?P<path>.+)$"
@@ -39,7 +39,7 @@ TOWERS = re.compile(
     r"(^|[._])(vision|visual|audio|speech|multi_modal|mm_projector|image_newline|mtp)([._]|$)"
 )
 EXPERT = re.compile(r"experts\.(\d+)\.")
-# The table of token embeddings, which is also the head where the checkpoint has no other.
+# The token embeddings, which are also the head where the checkpoint has no other.
 TOKENS = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|embeddings)\.weight$")
 DOWN = re.compile(r"(^|\.)(down_proj|w2|fc2|c_proj|dense_4h_to_h|output_linear|wo)([._]|$)")
 GATED = re.compile(r"(^|\.)(gate_proj|gate_up_proj|w3|wi_1|input_linear)([._]|$)")
@@ -64,16 +64,15 @@ OUTSIDE: tuple[tuple[str, str], ...] = (
     (_NORM, "norms"),
     (r"(^|\.)(norm\w*|ln_f)\.", "norms"),
     (r"(^|\.)(lm_head|embed_out|output)\.", "head"),
-    (
-        r"(^|\.)(\w*embed\w*|wte|wpe|memory_values_\d+)(\.|$)",
-        "embedding",
-    ),  # tables of which a token reads few rows
+    # Tables of which a token reads a few rows.
+    (r"(^|\.)(\w*embed\w*|wte|wpe|memory_values_\d+)(\.|$)", "embedding"),
 )
 
 
 def classifier(family: Family | None) -> Callable[[str, bool], str]:
-    """A function of a path and of whether it is inside a decoder layer, which returns one of
-    ROLES.
+    """Return a function that gives the role of a tensor, one of ROLES.
+
+    Its arguments are the tensor's path and whether that is relative to a decoder layer.
     """
     inside = _compile((*_own_rules(family), *IN_LAYER) if family else IN_LAYER)
     outside = _compile(OUTSIDE)
@@ -87,7 +86,7 @@ def classifier(family: Family | None) -> Callable[[str, bool], str]:
 
 
 def _own_rules(family: Family) -> Iterator[tuple[str, str]]:
-    """The paths that the family's row names."""
+    """Yield a rule for each path in the row of the family."""
     paths = (
         (family.shared, "shared_experts"),
         (family.router, "router"),

@@ -1,5 +1,6 @@
-"""Which dense family goes into which mixture of experts exactly, and what must change outside its
-MLPs.
+"""Which mixture of experts can hold which dense family exactly.
+
+A route also says what must change outside the MLPs.
 """
 
 from __future__ import annotations
@@ -19,19 +20,28 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """A source family into a target. `requires`: config values without which the target is not the
-    same function.
+    """The way from a source family into a target architecture.
+
+    Args:
+        source: the `model_type` of the dense family.
+        target: the `model_type` of the mixture of experts.
+        requires: by config key, the values of the source without which the target would compute
+            another function. A value may be a function of the config.
+        config: entries of the output's config. A value may be a function of the source's config.
+        rewrite: changes the tensors outside the MLPs.
+        auto: whether `--target auto` may choose it.
     """
 
     source: str
     target: str
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
-    rewrite: Callable[[Tensors, Config], Tensors] | None = None  # tensors outside the MLPs
-    auto: bool = True  # False: only where it is asked for by name
+    rewrite: Callable[[Tensors, Config], Tensors] | None = None
+    auto: bool = True
 
 
 def head_dim(config: Config) -> int:
+    """Return the dimensions of an attention head."""
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
@@ -39,7 +49,7 @@ def head_dim(config: Config) -> int:
 
 
 def _split_qkv(tensors: Tensors, config: Config) -> Tensors:
-    """Phi-3's qkv_proj holds the rows of q, then k, then v."""
+    """Split Phi-3's qkv_proj, which holds the rows of q, then k, then v."""
     heads, kv, size = config["num_attention_heads"], config["num_key_value_heads"], head_dim(config)
     out: Tensors = {}
     for name, t in tensors.items():
@@ -54,9 +64,11 @@ def _split_qkv(tensors: Tensors, config: Config) -> Tensors:
 
 
 def _fold_gemma(tensors: Tensors, config: Config) -> Tensors:
-    """Gemma scales by 1 + w in its norms and its embeddings by √H. Folded in, both are kept in
-    fp32: rounding them to bf16 would change the function. The head keeps the plain embedding, so it
-    is no longer tied."""
+    """Fold the scales of Gemma into its weights: 1 + w in its norms, √H in its embeddings.
+
+    Both are kept in fp32, because rounding them to bf16 would change the function. The head keeps
+    the plain embedding, so it is no longer tied.
+    """
     embed, scale = "model.embed_tokens.weight", float(config["hidden_size"]) ** 0.5
     out = {
         name: t.map("1 + w", lambda w: 1.0 + w, "F32") if name.endswith("norm.weight") else t
@@ -68,36 +80,35 @@ def _fold_gemma(tensors: Tensors, config: Config) -> Tensors:
 
 
 def _interleave_rotary(tensors: Tensors, config: Config) -> Tensors:
-    """Llama 4 rotates neighbours of a head where the others rotate its halves: rows i and i + d/2
-    go side by side.
+    """Put rows i and i + d/2 of each head of q and k next to each other.
+
+    Llama 4 rotates pairs of neighbouring dimensions, the other families pairs from the two halves.
     """
     half = head_dim(config) // 2
+    recipe = f"halves of {2 * half} rows in turn"
 
     def interleave(t: torch.Tensor) -> torch.Tensor:
         return t.unflatten(0, (-1, 2, half)).transpose(1, 2).reshape(t.shape)
 
-    return {
-        name: derive(
-            f"halves of {2 * half} rows in turn", interleave, t, dtype=t.dtype, shape=t.shape
-        )
-        if name.split(".")[-2] in ("q_proj", "k_proj")
-        else t
-        for name, t in tensors.items()
-    }
+    out = dict(tensors)
+    for name, t in tensors.items():
+        if name.split(".")[-2] in ("q_proj", "k_proj"):
+            out[name] = derive(recipe, interleave, t, dtype=t.dtype, shape=t.shape)
+    return out
 
 
 def _quiet_sinks(tensors: Tensors, config: Config) -> Tensors:
-    """GPT-OSS has a sink in each head and biases: sinks that take nothing (exp(-1e4) is 0), biases
-    of zero where the source has none."""
-    out = dict(tensors)
+    """Add what GPT-OSS has and the source lacks, without changing the function.
+
+    Attention sinks of -1e4 take no attention, because exp(-1e4) is 0; missing biases are zero.
+    """
+    out, heads = dict(tensors), config["num_attention_heads"]
     for name, t in tensors.items():
         start, _, part = name.rpartition("self_attn.")
         if part.endswith("_proj.weight"):
             out.setdefault(name.replace(".weight", ".bias"), constant(0.0, t.shape[:1], t.dtype))
         if part == "q_proj.weight":
-            out[f"{start}self_attn.sinks"] = constant(
-                -1e4, (config["num_attention_heads"],), t.dtype
-            )
+            out[f"{start}self_attn.sinks"] = constant(-1e4, (heads,), t.dtype)
     return out
 
 
@@ -105,8 +116,10 @@ def _quiet_sinks(tensors: Tensors, config: Config) -> Tensors:
 
 
 def _gemma_activation(config: Config) -> str:
-    """Gemma's first files say "gelu", and its class takes the approximation by tanh that they
-    mean.
+    """Return Gemma's activation.
+
+    Its first configs say "gelu", and its class takes that as the tanh approximation, which is
+    meant.
     """
     return "gelu_pytorch_tanh" if config["hidden_act"] == "gelu" else str(config["hidden_act"])
 
@@ -116,24 +129,19 @@ def _rotary_part(config: Config) -> float:
 
 
 def _rope_with_part(config: Config) -> dict[str, Any]:
-    """GLM-4 turns half of a head's dimensions unless it is told how many."""
-    rope = config.get("rope_parameters") or {
-        "rope_type": "default",
-        "rope_theta": config["rope_theta"],
-    }
+    """Return rope_parameters that say how many dimensions are rotated; GLM-4 assumes half."""
+    rope = config.get("rope_parameters")
+    rope = rope or {"rope_type": "default", "rope_theta": config["rope_theta"]}
     return {**rope, "partial_rotary_factor": _rotary_part(config)}
 
 
 def _windows(config: Config) -> list[str]:
-    """The attention of each layer of a Qwen: the upper ones slide, where windows are used at
-    all.
-    """
+    """Return the attention of each layer of a Qwen; windows, if used, are in the upper layers."""
     count, full = config["num_hidden_layers"], _full_layers(config)
     if not _window(config):
         return ["full_attention"] * count
-    kinds = config.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * max(
-        0, count - full
-    )
+    usual = ["full_attention"] * full + ["sliding_attention"] * max(0, count - full)
+    kinds = config.get("layer_types") or usual
     return list(kinds[:count])
 
 
@@ -146,22 +154,19 @@ def _window(config: Config) -> int | None:
 
 
 def _some_window(config: Config) -> int:
-    """A number, though no layer may use it."""
-    on = config.get("use_sliding_window", True)
-    return int(
-        (config.get("sliding_window", 4096) if on else None) or config["max_position_embeddings"]
-    )
+    """Return a window size even where no layer uses it, because the target needs a number."""
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", True) else None
+    return int(window or config["max_position_embeddings"])
 
 
 def _same_window(config: Config) -> list[str]:
-    """The attention of each layer of a Mistral."""
-    return ["sliding_attention" if config["sliding_window"] else "full_attention"] * config[
-        "num_hidden_layers"
-    ]
+    """Return the attention of each layer of a Mistral."""
+    kind = "sliding_attention" if config["sliding_window"] else "full_attention"
+    return [kind] * config["num_hidden_layers"]
 
 
 def _rope_layers(config: Config) -> list[int]:
-    """1 for each layer of a SmolLM3 that has rotary embeddings."""
+    """Return 1 for each layer of a SmolLM3 that has rotary embeddings, 0 for the others."""
     interval = config.get("no_rope_layer_interval", 4)
     usual = [int((i + 1) % interval != 0) for i in range(config["num_hidden_layers"])]
     return list(config.get("no_rope_layers") or usual)
@@ -189,8 +194,8 @@ _GLM = {
     "partial_rotary_factor": _rotary_part,
     "rope_parameters": _rope_with_part,
 }
-# The class makes a sliding mask for no layer too, and takes yarn where nothing is said
-# (transformers 4: of rope_scaling).
+# The class builds a sliding mask even if no layer uses it, and assumes yarn where rope_scaling is
+# absent (transformers 4).
 _SINKS = {
     "attention_bias": True,
     "sliding_window": lambda c: c["max_position_embeddings"],
@@ -205,8 +210,8 @@ _NO_TUNING = {
     "attention_bias": False,
 }
 
-# The first route of a source whose requirements hold and whose target can have the shape is what
-# `--target auto` takes.
+# `--target auto` takes the first route of a source whose requirements hold and whose target can
+# have the shape.
 ROUTES: tuple[Route, ...] = (
     Route(source="llama", target="mixtral", requires=_NO_BIAS, config={"sliding_window": None}),
     Route(
@@ -301,7 +306,7 @@ ROUTES: tuple[Route, ...] = (
 
 
 def unmet(route: Route, config: Config) -> list[str]:
-    """The requirements of a route that a config does not meet, as "key is value"."""
+    """Return the requirements of a route that a config does not meet, each as "key is value"."""
     missing = []
     for key, allowed in route.requires.items():
         values = [a(config) if callable(a) else a for a in allowed]
@@ -311,5 +316,5 @@ def unmet(route: Route, config: Config) -> list[str]:
 
 
 def evaluate(entries: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Config entries, with the functions among them applied to the source config."""
+    """Return config entries, with the functions among them applied to the source config."""
     return {key: value(config) if callable(value) else value for key, value in entries.items()}

@@ -1,12 +1,13 @@
-"""Native mixture-of-experts architectures that can hold a dense model exactly. `TARGETS` says where
-experts, router and shared experts stand on disk and what their config calls them; which source goes
-into which is in `routes`.
+"""Native mixture-of-experts architectures that can hold a dense model exactly.
 
-A block of copies computes s·MLP(x), s the sum of the selected routing weights: every target here
-has s = 1, or a factor in its config. Finer shapes cut each copy in G shards (Krajewski et al. 2024,
-arXiv 2402.07871): with the router's rows equal within a copy (virtual groups, He et al. 2024, arXiv
-2410.07524), K a multiple of the shards and whole copies selected, the shards of a copy have weights
-that sum to s/G, so a factor of G restores it.
+`TARGETS` says where experts, router and shared experts are on disk and what the config calls them.
+Which source goes into which target is in `routes`.
+
+A block of copies of an MLP computes s·MLP(x), where s is the sum of the selected routing weights.
+Every target here has s = 1, or a factor in its config. Finer shapes cut each copy into G shards
+(Krajewski et al. 2024, arXiv 2402.07871). The rows of the router are equal within a copy (virtual
+groups, He et al. 2024, arXiv 2410.07524), and K is a multiple of the shards. If whole copies are
+selected, the weights of the shards of a copy sum to s/G, so a factor of G restores the function.
 
 Shapes: H hidden_size, F intermediate_size; E experts, K of them active; N = E / shards copies.
 """
@@ -40,53 +41,72 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """E experts, K active. A copy of the MLP is cut in `granularity` parts; `shared` of them stand
-    in the shared expert, which every token passes, the others are routed. At granularity 1, one
-    shared expert takes half of the output."""
+    """The shape of a mixture of experts made of copies of an MLP.
+
+    Args:
+        experts: routed experts, E.
+        top_k: active experts, K.
+        granularity: the parts that each copy of the MLP is cut into.
+        shared: how many of these parts form the shared expert, which every token passes; the others
+            are routed. At granularity 1, one shared expert gives half of the output.
+        width: the MLP's intermediate_size, F.
+    """
 
     experts: int
     top_k: int
     granularity: int = 1
     shared: int = 0
-    width: int = 0  # F
+    width: int = 0
 
     @property
     def shards(self) -> int:
-        """Routed experts that make up a copy."""
+        """The routed experts that make up a copy."""
         return self.granularity - self.shared if self.granularity > 1 else 1
 
     @property
     def copies(self) -> int:
+        """The copies of the MLP among the routed experts, N."""
         return self.experts // self.shards
 
     @property
     def active_copies(self) -> int:
+        """The copies that a token passes."""
         return self.top_k // self.shards
 
     @property
     def expert_width(self) -> int:
+        """The intermediate_size of an expert."""
         return self.width // self.granularity
 
     @property
     def halved(self) -> bool:
+        """Whether the shared expert is a whole copy, so that it gives half of the output."""
         return self.granularity == 1 and self.shared > 0
 
     @property
     def factor(self) -> float:
-        """What a routed expert's output is multiplied by, its routing weights summing to one."""
+        """The factor of the routed experts' output, where their weights sum to one."""
         return 0.5 if self.halved else float(self.shards)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """A target's shared expert. `most`: parts that it can hold; `usual`: how many it takes at
-    granularity 1.
+    """The shared expert of a target.
+
+    Args:
+        place: its tensors on disk.
+        required: whether it exists even without parts of the MLP; it then computes zero.
+        gated: whether its output is multiplied by sigmoid(gate·x), which is 1/2 for a gate of zero.
+        whole: whether it must be the MLP itself, while the routed experts start at zero. That is so
+            where the routing weights scale the experts' *input*.
+        most: how many parts it can hold; None for any number.
+        usual: how many it has at granularity 1.
     """
 
     place: Place | None
-    required: bool = True  # without parts of its own it is there all the same, and computes zero
-    gated: bool = False  # its output is multiplied by sigmoid(gate·x): one half at a gate of zero
-    whole: bool = False  # the routing weights scale the experts' *input*: it is the MLP, and the others begin at zero
+    required: bool = True
+    gated: bool = False
+    whole: bool = False
     most: int | None = None
     usual: int = 1
 
@@ -96,33 +116,46 @@ _MLP = layouts.usual("mlp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """One architecture. Paths are relative to a decoder layer. A config value may be a function of
-    the source config.
+    """One architecture. Paths are relative to a decoder layer.
+
+    Args:
+        model_type: its `model_type`.
+        architecture: the name of its class.
+        router: the path of the router's weight.
+        place: the routed experts' tensors on disk. None where they are neurons of one wide MLP,
+            which keeps the place of the dense one.
+        config: entries of the config. A value may be a function of the source's config.
+        experts_keys: the config keys of the number of experts.
+        top_k_key: the config key of the number of active experts.
+        width_key: the config key of the experts' intermediate_size.
+        shape: gives further config entries that depend on the shape.
+        shared: the shared expert.
+        extra: gives further tensors, from the number of experts and their dtype.
+        router_fp32: whether the class computes the router in fp32 whatever its dtype, so that it is
+            stored in fp32.
+        groups: whether it selects whole groups of experts, so that copies are always whole.
+        dense_layers: gives the config entries for experts in these layers of so many, or None where
+            the other layers cannot stay dense. It is None where all layers must have experts.
+        dense: the tensors of a layer that stays dense.
+        dense_rule: completes the error where layers cannot stay dense.
+        note: what the user should know.
     """
 
     model_type: str
     architecture: str
     router: str
-    place: (
-        Place | None
-    )  # the routed experts' tensors; None: neurons of one wide MLP, which stands where the MLP did
+    place: Place | None
     config: Mapping[str, Any]
     experts_keys: tuple[str, ...] = ("num_local_experts",)
     top_k_key: str = "num_experts_per_tok"
     width_key: str = "intermediate_size"
-    shape: Callable[[Shape], dict[str, Any]] = (
-        lambda s: {}
-    )  # what else the shape changes in the config
+    shape: Callable[[Shape], dict[str, Any]] = lambda s: {}
     shared: Shared | None = None
-    extra: Callable[[int, str], Tensors] = lambda e, dtype: {}  # of E experts and their dtype
-    router_fp32: bool = (
-        False  # the class computes it in fp32 whatever its dtype, so it is kept in that
-    )
-    groups: bool = False  # it chooses whole groups of experts: a copy is never torn
-    # Which layers can stay dense: the config entries for those that do not, of how many; None where
-    # it cannot.
+    extra: Callable[[int, str], Tensors] = lambda e, dtype: {}
+    router_fp32: bool = False
+    groups: bool = False
     dense_layers: Callable[[Sequence[int], int], dict[str, Any] | None] | None = None
-    dense: Place = _MLP  # of a layer that does
+    dense: Place = _MLP
     dense_rule: str = "has experts in every layer: it cannot keep some layers dense"
     note: str = ""
 
@@ -135,11 +168,9 @@ def _any_layer(chosen: Sequence[int], count: int) -> dict[str, Any]:
 
 
 def _first_layers(chosen: Sequence[int], count: int) -> dict[str, Any] | None:
-    return (
-        {"first_k_dense_replace": chosen[0]}
-        if list(chosen) == list(range(chosen[0], count))
-        else None
-    )
+    if list(chosen) != list(range(chosen[0], count)):
+        return None
+    return {"first_k_dense_replace": chosen[0]}
 
 
 def _outer_layers(chosen: Sequence[int], count: int) -> dict[str, Any] | None:
@@ -160,8 +191,9 @@ def _named_layers(chosen: Sequence[int], count: int) -> dict[str, Any]:
 
 
 def _grouped(s: Shape) -> dict[str, Any]:
-    """DeepSeek-V3's router: groups are copies. A group's score is the sum of its two best, so it
-    has two at least.
+    """Return the config entries for DeepSeek-V3's router, whose groups are copies.
+
+    The score of a group is the sum of its two best experts, so a group has at least two.
     """
     groups, chosen = (s.copies, s.active_copies) if s.shards > 1 else (1, 1)
     return {
@@ -173,23 +205,21 @@ def _grouped(s: Shape) -> dict[str, Any]:
 
 
 def _zero_gate(experts: Sequence[Any]) -> Tensors:
-    """Qwen2-MoE's shared expert and its gate."""
+    """Return Qwen2-MoE's shared expert, with a gate of zero."""
     shared, mlp = layouts.usual("mlp.shared_expert")(experts), experts[0]
-    return shared | {
-        "mlp.shared_expert_gate.weight": constant(0.0, (1, mlp.up.shape[1]), mlp.up.dtype)
-    }
+    gate = constant(0.0, (1, mlp.up.shape[1]), mlp.up.dtype)
+    return shared | {"mlp.shared_expert_gate.weight": gate}
 
 
 def _correction(path: str, *groups: int) -> Callable[[int, str], Tensors]:
-    """The bias that only selects; training balances the load with it."""
+    """Return a zero bias for the selection of experts, which training uses to balance the load."""
     return lambda e, dtype: {f"{path}.e_score_correction_bias": constant(0.0, (*groups, e), "F32")}
 
 
 _QWEN_EXPERTS = layouts.usual("mlp.experts.{e}")
 _AUXILIARY = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
-_DEEPSEEK: dict[
-    str, Any
-] = {  # DeepSeek-V3's block of experts, in architectures with usual attention
+# DeepSeek-V3's block of experts, in architectures with usual attention.
+_DEEPSEEK: dict[str, Any] = {
     "router": "mlp.gate.weight",
     "place": _QWEN_EXPERTS,
     "experts_keys": ("n_routed_experts",),
@@ -215,7 +245,7 @@ TARGETS: dict[str, Target] = {
                 "block_sparse_moe.experts.{e}.w3",
                 "block_sparse_moe.experts.{e}.w2",
             ),
-            # yarn and longrope want a number here, where Mixtral's default is None
+            # yarn and longrope need a number for head_dim, and Mixtral's default is None.
             config=_AUXILIARY | {"router_jitter_noise": 0.0, "head_dim": head_dim},
         ),
         Target(
@@ -268,7 +298,7 @@ TARGETS: dict[str, Target] = {
         Target(
             model_type="glm4_moe",
             architecture="Glm4MoeForCausalLM",
-            # transformers 5 counts layers for predicting several tokens, which no source has
+            # No source has the layers for multi-token prediction that transformers 5 assumes.
             config={"norm_topk_prob": True, "head_dim": head_dim, "num_nextn_predict_layers": 0},
             **_DEEPSEEK,
         ),
@@ -319,8 +349,9 @@ TARGETS: dict[str, Target] = {
             shared=Shared(place=layouts.usual("feed_forward.shared_expert"), whole=True),
             dense_layers=_named_layers,
             dense=layouts.usual("feed_forward"),
-            note="the shared expert is the MLP, and the routed experts start with down_proj at zero: Llama 4 scales what "
-            "its experts read, so their outputs cannot be summed to the MLP's",
+            note="the shared expert is the MLP, and the routed experts start with a down_proj of "
+            "zero, because Llama 4 scales the input of its experts: their outputs cannot add up to "
+            "the MLP's",
         ),
         Target(
             model_type="gpt_oss",
@@ -330,14 +361,13 @@ TARGETS: dict[str, Target] = {
             config=_AUXILIARY
             | {"head_dim": head_dim, "swiglu_alpha": 1.0, "swiglu_limit": 60000.0},
             extra=lambda e, dtype: {"mlp.router.bias": constant(0.0, (e,), dtype)},
-            note="swiglu_alpha and swiglu_limit make GPT-OSS's activation SiLU in transformers 5: 4.57 and other runtimes "
-            "ignore both, and compute another function",
+            note="swiglu_alpha and swiglu_limit make GPT-OSS's activation SiLU in transformers 5; "
+            "transformers 4.57 and other runtimes ignore both, and compute another function",
         ),
     )
 }
 
-# The block that travels with its code (surgery/blocks/experts_mlp.py), in any dense family whose
-# MLP is a module.
+# The custom-code block (surgery/blocks/experts_mlp.py), for any dense family whose MLP is a module.
 SURGERY = Target(
     model_type="surgery",
     architecture="SurgeryForCausalLM",
@@ -350,10 +380,10 @@ SURGERY = Target(
     dense_layers=lambda chosen, count: {},
 )
 
-# Architectures that are asked for and hold no dense model exactly, with the reason.
+# Architectures that people ask for and that hold no dense model exactly, with the reason.
 UNABLE = {
-    "deepseek_v3": "normalises its compressed keys and values, which no source does; glm4_moe has the same experts and "
-    "router",
+    "deepseek_v3": "normalises its compressed keys and values, which no source does; "
+    "glm4_moe has the same experts and router",
     "deepseek_v2": "does not renormalise its routing weights",
     "phimoe": "has routing weights that never sum to one (sparsemixer)",
     "olmoe": "normalises queries and keys whole, which no source with norms before its blocks does",
@@ -362,7 +392,7 @@ UNABLE = {
 
 
 def resolve(target: Target, shape: Shape, shared: int | None) -> Shape:
-    """The shape with as many shared parts as asked for, or as the target usually has."""
+    """Return the shape with `shared` shared parts; None stands for what the target usually has."""
     if shared is None:
         usual = target.shared.usual if target.shared else 0
         shared = usual if shape.granularity == 1 else 0
@@ -370,11 +400,10 @@ def resolve(target: Target, shape: Shape, shared: int | None) -> Shape:
 
 
 def misfit(target: Target, s: Shape, chosen: Sequence[int], count: int) -> str:
-    """Why a target cannot have this shape in the layers `chosen` of `count`, "" where it can."""
+    """Return why a target cannot have this shape in the layers `chosen` of `count`, or ""."""
     shared = target.shared
-    if len(chosen) < count and (
-        target.dense_layers is None or target.dense_layers(chosen, count) is None
-    ):
+    rule = target.dense_layers
+    if len(chosen) < count and (rule is None or rule(chosen, count) is None):
         return target.dense_rule
     if s.shared and shared is None:
         return "has no shared expert"
@@ -383,23 +412,34 @@ def misfit(target: Target, s: Shape, chosen: Sequence[int], count: int) -> str:
     if shared and shared.most and s.shared > shared.most:
         return f"has {shared.most} shared expert, as wide as the others"
     if target is SURGERY and s.halved:
-        return "shares parts of the MLP, which --granularity cuts it in"
+        return "can share a part of the MLP, but not all of it: cut it with --granularity"
     if target.groups and s.shards == 1 and s.experts < 2 and target is not SURGERY:
-        return "chooses among two experts at least"
+        return "needs at least two experts"
     return ""
 
 
 def whole_copies(target: Target, s: Shape) -> bool:
-    """Whether a token always gets whole copies. Where experts are chosen one by one, two copies
-    whose router logits are equal can each give a part; in bf16 that happens to about one token in a
-    thousand in each layer, in fp32 hardly ever."""
+    """Return whether a token always gets whole copies.
+
+    Where experts are selected one by one, two copies with equal router logits can each give a part.
+    In bf16 that happens to about one token in a thousand in each layer, in fp32 hardly ever.
+    """
     return s.shards == 1 or s.top_k == s.experts or target.groups
 
 
 def config_of(
     target: Target, route: Route, source: Config, s: Shape, chosen: Sequence[int], count: int
 ) -> dict[str, Any]:
-    """config.json of the result, from the source's with its class's defaults written out."""
+    """Return the config.json of the result.
+
+    Args:
+        target: the architecture.
+        route: the route into it.
+        source: the source's config, with the defaults of its class written out.
+        s: the shape of the experts.
+        chosen: the layers that have experts.
+        count: the number of layers.
+    """
     out = {k: v for k, v in source.items() if k != "auto_map"}
     out |= evaluate(target.config, source) | evaluate(route.config, source)
     out |= {

@@ -1,4 +1,4 @@
-"""Where checkpoints are read from and written to: this disk, the Hub, URLs."""
+"""Reading and writing checkpoints: folders on this disk, the Hub, URLs."""
 
 from surgery.storage.reader import open_checkpoint
 from surgery.storage.writer import (

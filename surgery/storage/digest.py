@@ -1,5 +1,8 @@
-"""What tells whether a shard is still what was written: its sha256, and a CRC-32 of its header and
-of each tensor, which say where it is not."""
+"""Digests of shards: whether a shard is still what was written, and where it is not.
+
+The sha256 of the file answers the first question, a CRC-32 of its header and of each tensor the
+second.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,19 @@ from surgery.checkpoint.header import read_header
 from surgery.checkpoint.plan import Shard
 from surgery.checkpoint.tensors import LazyTensor
 from surgery.errors import SurgeryError
-from surgery.storage.files import LocalFile
+from surgery.storage.local import LocalFile
 
-Digest = dict[
-    str, str
-]  # "sha256"; "crc32" of the header and then of each tensor as they lie in the file, a space between
-HEADER = "the header"
+# "sha256": of the file. "crc32": of the header and then of each tensor in the order of the file,
+# separated by spaces.
+Digest = dict[str, str]
+HEADER = "the header"  # stands for the name of a tensor where the header differs
 
 
 class Hasher:
-    """Both of a file whose bytes come in order. `ends`: where the header ends, and where each
-    tensor does.
+    """The digest of a file whose bytes come in order.
+
+    Args:
+        ends: the offsets at which the header and then each tensor end.
     """
 
     def __init__(self, ends: Iterable[int]) -> None:
@@ -41,29 +46,29 @@ class Hasher:
             data = data[len(piece) :]
 
     def digest(self) -> Digest:
-        return {
-            "sha256": self._sha256.hexdigest(),
-            "crc32": " ".join(f"{c:08x}" for c in self._crc32),
-        }
+        crc32 = " ".join(f"{c:08x}" for c in self._crc32)
+        return {"sha256": self._sha256.hexdigest(), "crc32": crc32}
 
 
 def planned(shard: Shard) -> list[int]:
-    """`ends` of a shard that is written."""
+    """Return where the header and each tensor end in a shard that is to be written."""
     if shard.verbatim:
         return _ends(shard.tensors)
-    return list(
-        itertools.accumulate((t.nbytes for _, t in shard.tensors), initial=len(shard.header))
-    )
+    sizes = (t.nbytes for _, t in shard.tensors)
+    return list(itertools.accumulate(sizes, initial=len(shard.header)))
 
 
 def _ends(tensors: Iterable[tuple[str, LazyTensor]]) -> list[int]:
-    """Of tensors that lie in one file."""
-    extents = sorted((t.extents[0] for _, t in tensors), key=lambda e: (e.offset, e.length))
+    """Return where the header and each tensor end in the file that holds these tensors."""
+    extents = [t.extents[0] for _, t in sorted(tensors, key=_place)]
     return [extents[0].offset, *(e.offset + e.length for e in extents)] if extents else []
 
 
 def of_file(path: Path, progress: Progress = lambda n: None) -> Digest:
-    """Of a shard on the disk; without the parts where its header cannot be read."""
+    """Return the digest of a shard on this disk.
+
+    The CRC-32s are empty where its header cannot be read. `progress` is told the bytes read.
+    """
     hasher, buffer = Hasher(_ends(_tensors(path))), memoryview(bytearray(4 << 20))
     with path.open("rb", buffering=0) as f:
         while n := f.readinto(buffer):
@@ -73,17 +78,28 @@ def of_file(path: Path, progress: Progress = lambda n: None) -> Digest:
 
 
 def differing(path: Path, expected: str, found: str) -> list[str]:
-    """What in the shard differs, by the CRC-32s of both: names of tensors, or the header."""
+    """Return the names of the tensors that differ, or HEADER alone where the header does.
+
+    Args:
+        path: the shard on this disk.
+        expected: the CRC-32s that were recorded.
+        found: the CRC-32s that the shard has now.
+    """
     before, after = expected.split(), found.split()
     if len(before) != len(after) or before[:1] != after[:1]:
         return [HEADER]
-    ordered = sorted(
-        _tensors(path), key=lambda pair: (pair[1].extents[0].offset, pair[1].extents[0].length)
-    )
+    ordered = sorted(_tensors(path), key=_place)
     return [name for (name, _), a, b in zip(ordered, before[1:], after[1:], strict=True) if a != b]
 
 
+def _place(pair: tuple[str, LazyTensor]) -> tuple[int, int]:
+    """Return a sort key by position in the file; an empty tensor comes before the next one."""
+    extent = pair[1].extents[0]
+    return extent.offset, extent.length
+
+
 def _tensors(path: Path) -> list[tuple[str, LazyTensor]]:
+    """Return the tensors of a shard, or none where its header cannot be read."""
     file = LocalFile(path.name, path.stat().st_size, "", path)
     try:
         return list(read_header(file, file.read).items())

@@ -1,9 +1,10 @@
-"""One run at a time in an output folder.
+"""A lock on an output folder, so that one run at a time writes into it.
 
-A kernel lock (flock, which NFS and Lustre pass on to their servers) goes with the process that
-holds it, however it ends. Where the file system has none, a file that only one process can create
-says who holds the folder: on this machine that process is looked for, of another machine's nothing
-is known, and a person has to remove the file.
+A kernel lock (flock, which NFS and Lustre pass on to their servers) is released when the process
+that holds it ends, however it ends. Where the file system has no such locks, a file that only one
+process can create says who holds the folder. If the holder is a process of this machine that has
+ended, the file is taken over. Nothing is known of a process on another machine, so a person has to
+remove its file.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from pathlib import Path
 
 from surgery.errors import SurgeryError
 
-LOCK, HELD = ".surgery.lock", ".surgery.held"  # with kernel locks, and without
+LOCK = ".surgery.lock"  # with kernel locks
+HELD = ".surgery.held"  # without
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Hold the folder, which is made where it is not there, and goes again if nothing comes into
-    it.
+    """Hold a folder while the context lasts.
 
-    Raises SurgeryError where another process holds it.
+    The folder is created where it does not exist, and removed again if it is still empty at the
+    end. Raises SurgeryError where another process holds it.
     """
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -38,17 +40,20 @@ def held(folder: Path) -> Iterator[None]:
         os.write(fd, f"{os.getpid()} {socket.gethostname()}\n".encode())
         yield
     finally:
-        path.unlink(missing_ok=True)  # before the lock goes: nobody removes another's file
+        # The file is removed before the lock is released, so that nobody else's file is removed.
+        path.unlink(missing_ok=True)
         os.close(fd)
         if made:
-            with suppress(OSError):  # not empty
+            with suppress(OSError):  # The folder is not empty.
                 folder.rmdir()
 
 
 def _take(folder: Path) -> tuple[Path, int]:
+    """Return the lock file and its descriptor. Raises SurgeryError where another holds the lock."""
     path = folder / LOCK
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
+        # Open for writing, because NFS locks nothing else.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -61,27 +66,30 @@ def _take(folder: Path) -> tuple[Path, int]:
             return folder / HELD, _create(folder / HELD)
         if _is_at(fd, path):
             return path, fd
-        os.close(fd)  # the one who held it has removed it since it was opened
+        # The process that held the lock has removed the file since it was opened here.
+        os.close(fd)
 
 
 def _is_at(fd: int, path: Path) -> bool:
+    """Return whether the open file is still the one at `path`."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(fd), path.stat())
     return False
 
 
 def _create(path: Path) -> int:
+    """Return the descriptor of a file that did not exist, for file systems without locks."""
     while True:
         try:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
             if not _is_left_over(path):
-                raise _busy(path, f"wait for it; if it is gone, remove {path}") from None
+                raise _busy(path, f"wait for it; if it has ended, remove {path}") from None
             path.unlink(missing_ok=True)
 
 
 def _is_left_over(path: Path) -> bool:
-    """Whether a process of this machine made it that is no more."""
+    """Return whether the file was made by a process of this machine that has ended."""
     pid, _, host = _holder(path).partition(" ")
     if host != socket.gethostname() or not pid.isdigit():
         return False
@@ -89,12 +97,13 @@ def _is_left_over(path: Path) -> bool:
         os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # another user's
-        pass
+    except PermissionError:
+        pass  # It is another user's process.
     return False
 
 
 def _holder(path: Path) -> str:
+    """Return the content of a lock file, "PID HOST", or "" where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

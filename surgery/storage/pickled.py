@@ -1,5 +1,6 @@
-"""Legacy `pytorch_model*.bin`: unpickled with `weights_only=True` (no code runs) and
-memory-mapped.
+"""Legacy weights, `pytorch_model*.bin`.
+
+They are unpickled with `weights_only=True`, so that no code runs, and memory-mapped.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from surgery.checkpoint.tensors import DTYPES, LazyTensor, derive
 from surgery.errors import SurgeryError
-from surgery.storage.files import File
+from surgery.storage.store import File
 
 if TYPE_CHECKING:
     import torch
 
 
 def read_legacy(file: File) -> dict[str, LazyTensor]:
-    """The tensors of a `pytorch_model*.bin`. They stay on the disk until they are read.
+    """Return the tensors of a `pytorch_model*.bin` by name; they stay on the disk until read.
 
     Raises SurgeryError for a file that holds anything but tensors.
     """
@@ -24,14 +25,13 @@ def read_legacy(file: File) -> dict[str, LazyTensor]:
     path = file.path()
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (
-        Exception
-    ) as e:  # damaged bytes raise nearly anything, OSError(EINVAL) where the file was cut
+    except Exception as e:
+        # Damaged bytes raise nearly anything, and a truncated file OSError(EINVAL).
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise SurgeryError(
             f"{file.name} cannot be read as plain weights: {reason[:160]}",
-            "fetch it again if it was cut; only files of torch 1.6 or later that hold nothing but tensors "
-            "are read: else save the model as safetensors with transformers",
+            "download it again if it is incomplete; if it is older than torch 1.6 or holds more "
+            "than tensors, save the model as safetensors with transformers",
         ) from e
     if not isinstance(state, dict) or not all(
         isinstance(n, str) and isinstance(t, torch.Tensor) for n, t in state.items()

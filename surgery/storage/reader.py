@@ -1,4 +1,4 @@
-"""Open a checkpoint: config, lazy tensors from the headers alone, side files. Reads no weight."""
+"""Open a checkpoint: its config, lazy tensors from the headers alone, and side files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from surgery.checkpoint.config import check
 from surgery.checkpoint.header import read_header
 from surgery.checkpoint.tensors import LazyTensor
 from surgery.errors import SurgeryError
-from surgery.storage.files import File, Store, open_store
+from surgery.storage.location import open_store
 from surgery.storage.pickled import read_legacy
+from surgery.storage.store import File, Store
 
 INDEX = "model.safetensors.index.json"
-# Copied byte for byte. What is not here (other weights, optimiser states, the source's own card)
-# stays behind.
+_GGUF = "GGUF is an inference format: give the Hugging Face checkpoint that it was made from"
+# These are copied byte for byte. Everything else (other weights, optimizer states, the source's own
+# card) stays behind.
 SIDE_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -45,12 +47,18 @@ SIDE_FILES = (
 def open_checkpoint(
     location: str | Path, *, revision: str | None = None, stream: bool = False
 ) -> Checkpoint:
-    """Open a folder, a single .safetensors file, a Hub id ("owner/name", "owner/name@revision") or
-    a URL (s3://…).
+    """Open a checkpoint without reading a weight.
 
-    `stream`: keep no copy of shards that are fetched, but the last few that were read.
+    Args:
+        location: a folder, a single .safetensors file, a Hub id ("owner/name" or
+            "owner/name@revision") or a URL (s3://…).
+        revision: a branch, tag or commit of a Hub id.
+        stream: whether downloaded shards are removed again, except for the last few that were read.
 
-    Raises SurgeryError for what is missing, damaged, or not a Hugging Face checkpoint.
+    Raises SurgeryError for what is missing, damaged or not a Hugging Face checkpoint.
+
+        checkpoint = open_checkpoint("Qwen/Qwen3-8B")
+        checkpoint.tensors["model.norm.weight"].read()
     """
     store = open_store(str(location), revision, stream)
     config = read_config(store)
@@ -68,41 +76,43 @@ def open_checkpoint(
 
 
 def _is_side_file(name: str) -> bool:
-    """By name and depth, as `*` of fnmatch crosses folders: original/tokenizer.model stays
-    behind.
+    """Return whether a file is copied along, by its name and depth.
+
+    The depth counts because the `*` of fnmatch crosses folders, and original/tokenizer.model must
+    stay behind.
     """
     return any(fnmatch(name, p) and name.count("/") == p.count("/") for p in SIDE_FILES)
 
 
 def read_config(store: Store) -> dict[str, Any]:
-    """The parsed config.json."""
+    """Return config.json, parsed and checked. Raises SurgeryError where it is absent or wrong."""
     if "config.json" not in store.files:
         hint = "give the folder that holds config.json and the .safetensors files"
         if any(n.endswith(".gguf") for n in store.files):
-            hint = "GGUF is an inference format: give the Hugging Face checkpoint that it was made from"
+            hint = _GGUF
         raise SurgeryError(f"no config.json in {store.location}", hint)
     return check(read_json(store.files["config.json"], store), f"config.json of {store.location}")
 
 
+_REPAIR = "download it again, or repair it"
+
+
 def read_json(file: File, store: Store) -> dict[str, Any]:
-    """A JSON object from a file of the checkpoint."""
+    """Return the JSON object in a file of the checkpoint. Raises SurgeryError if it is not one."""
     where = f"{file.name} of {store.location}"
     try:
         value = json.loads(file.path().read_bytes())
-        json.dumps(
-            value, ensure_ascii=False
-        ).encode()  # half a surrogate pair is read and could not be written
+        # Half a surrogate pair can be read, but it could not be written.
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
-        raise SurgeryError(f"{where} is not valid JSON: {e}", "mend or fetch it again") from None
+        raise SurgeryError(f"{where} is not valid JSON: {e}", _REPAIR) from None
     if not isinstance(value, dict):
-        raise SurgeryError(f"{where} is no JSON object", "mend or fetch it again")
+        raise SurgeryError(f"{where} is not a JSON object", _REPAIR)
     return value
 
 
 def _read_tensors(store: Store) -> tuple[dict[str, LazyTensor], dict[str, File]]:
-    """Every tensor of the checkpoint, and the safetensors file it stands in (none for legacy
-    files).
-    """
+    """Return every tensor by name, and the safetensors file of each; legacy files do not count."""
     for index, single, safe in (
         (INDEX, "model.safetensors", True),
         ("pytorch_model.bin.index.json", "pytorch_model.bin", False),
@@ -123,14 +133,17 @@ def _read_tensors(store: Store) -> tuple[dict[str, LazyTensor], dict[str, File]]
 def _merge(
     tensors: dict[str, LazyTensor], found: Mapping[str, LazyTensor], file: File, expected: set[str]
 ) -> None:
+    """Add the tensors found in a file to `tensors`, after checking them against the index."""
     if absent := sorted(expected - set(found)):
         raise SurgeryError(
-            f"the index says {file.name} holds {absent[0]}, and it does not ({len(absent)} such)",
-            "the download is incomplete or the files are of different models",
+            f"{file.name} lacks {absent[0]}, which the index says it holds "
+            f"({len(absent)} such tensors)",
+            "download the checkpoint again: it is incomplete, or its files are of different models",
         )
     if twice := sorted(set(tensors) & set(found)):
         raise SurgeryError(
-            f"{twice[0]} stands in two shards, the second is {file.name} ({len(twice)} such)",
+            f"{twice[0]} is in two shards, the second being {file.name} "
+            f"({len(twice)} such tensors)",
             "remove the shards of another model from the folder",
         )
     tensors |= found
@@ -139,27 +152,32 @@ def _merge(
 def _weight_files(
     store: Store, index: str, single: str, safe: bool
 ) -> list[tuple[File, set[str]]] | None:
-    """The weight files and the tensors that the index promises in each; None where there are none
-    of this kind.
+    """Return the weight files, each with the tensors that the index promises in it.
+
+    Args:
+        store: the files of the checkpoint.
+        index: the name of the index.
+        single: the name of the one file of a checkpoint without an index.
+        safe: whether safetensors files are wanted, or legacy ones.
+
+    Returns None where there are none of this kind.
     """
-    if single in store.files:  # before the index: so does transformers
+    if single in store.files:  # As in transformers, it comes before the index.
         return [(store.files[single], set())]
     if index in store.files:
         return _indexed(store, index)
     suffix = ".safetensors" if safe else ".bin"
-    others = [
-        n
-        for n in store.files
-        if n.endswith(suffix) and "/" not in n and not n.startswith(_NOT_MODELS)
-    ]
+    weights = [n for n in store.files if n.endswith(suffix) and "/" not in n]
+    others = [n for n in weights if not n.startswith(_NOT_MODELS)]
     if len(others) > 1:
         raise SurgeryError(
             f"{len(others)} {suffix} files in {store.location} and no {index}",
-            f"name one file, or restore {index}",
+            f"name one of the files, or restore {index}",
         )
     return [(store.files[others[0]], set())] if others else None
 
 
+# The beginnings of names of files that are not a model's weights.
 _NOT_MODELS = (
     "adapter_model",
     "training_args",
@@ -172,6 +190,7 @@ _NOT_MODELS = (
 
 
 def _indexed(store: Store, index: str) -> list[tuple[File, set[str]]]:
+    """Return the files that an index names, each with the tensors that it promises in it."""
     weight_map = read_json(store.files[index], store).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SurgeryError(
@@ -179,11 +198,7 @@ def _indexed(store: Store, index: str) -> list[tuple[File, set[str]]]:
         )
     names: dict[str, set[str]] = {}
     for tensor, file in weight_map.items():
-        if (
-            not isinstance(file, str)
-            or PurePosixPath(file).is_absolute()
-            or ".." in PurePosixPath(file).parts
-        ):
+        if not isinstance(file, str) or _is_outside(PurePosixPath(file)):
             raise SurgeryError(
                 f"{index} names a file outside the checkpoint: {str(file)[:200]!r}",
                 "do not use this checkpoint: its index is broken or hostile",
@@ -191,19 +206,21 @@ def _indexed(store: Store, index: str) -> list[tuple[File, set[str]]]:
         names.setdefault(file, set()).add(tensor)
     if absent := sorted(set(names) - set(store.files)):
         raise SurgeryError(
-            f"{index} names {absent[0]}, which is not in {store.location} ({len(absent)} of {len(names)} "
-            "shards are absent)",
+            f"{index} names {absent[0]}, which is not in {store.location} "
+            f"({len(absent)} of {len(names)} shards are absent)",
             "download the missing shards",
         )
     return [(store.files[file], tensors) for file, tensors in sorted(names.items())]
 
 
+def _is_outside(path: PurePosixPath) -> bool:
+    return path.is_absolute() or ".." in path.parts
+
+
 def _other_formats(store: Store) -> str:
+    """Return a hint for a checkpoint without weights, by the formats that it has instead."""
     for suffix, hint in (
-        (
-            ".gguf",
-            "GGUF is an inference format: give the Hugging Face checkpoint that it was made from",
-        ),
+        (".gguf", _GGUF),
         (".h5", "TensorFlow weights: convert them with transformers first"),
         (".msgpack", "Flax weights: convert them with transformers first"),
         (".pth", "original PyTorch weights: give the Hugging Face version of the model"),

@@ -1,4 +1,7 @@
-"""surgery.json, what a conversion says of itself: read from folders that may come from anywhere."""
+"""surgery.json, the record of a conversion.
+
+It is read from folders that may come from anywhere, so it is checked.
+"""
 
 from __future__ import annotations
 
@@ -63,22 +66,26 @@ _HINT = "convert the model again"
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record of an output. Raises SurgeryError where there is none, or none that could be of a
-    conversion.
+    """Return the record of an output.
+
+    Raises SurgeryError where there is none, where it is not the record of a conversion, and where
+    it names a file outside its folder.
     """
     path = folder / RECORD
     try:
         record = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise SurgeryError(
-            f"no {RECORD} in {folder}", "give a folder that surgery wrote, whole"
+            f"no {RECORD} in {folder}", "give a folder that surgery wrote and finished"
         ) from None
     except (ValueError, RecursionError) as e:
         raise SurgeryError(f"{path} is not valid JSON: {e}", _HINT) from None
     if not isinstance(record, dict):
-        raise SurgeryError(f"{path} is no record of a conversion", _HINT)
+        raise SurgeryError(f"{path} is not the record of a conversion", _HINT)
     for found in violations(record, _SCHEMA):
-        raise SurgeryError(f"{path} is no record of a conversion: {found.message[:200]}", _HINT)
+        raise SurgeryError(
+            f"{path} is not the record of a conversion: {found.message[:200]}", _HINT
+        )
     for name, shard in record["shards"].items():
         if name != Path(name).name or not name.endswith(".safetensors"):
             raise SurgeryError(

@@ -1,6 +1,8 @@
-"""Checkpoints at a URL that fsspec knows: s3://, gs://, abfs://, sftp://, memory://, … Read by
-ranges for headers, fetched file by file for what is converted; an output is put there whole,
-config.json near the end."""
+"""Checkpoints at a URL that fsspec knows: s3://, gs://, abfs://, sftp://, memory://, …
+
+Headers are read by range requests, and the files that are converted are downloaded one by one. An
+output is uploaded when it is finished, with config.json near the end.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,25 @@ from surgery.errors import SurgeryError
 from surgery.storage.staging import Staging
 
 MARKER, RECORD = "surgery.partial.json", "surgery.json"
-LAST = (
-    "model.safetensors.index.json",
-    "config.json",
-    RECORD,
-)  # what makes a folder a model comes last
+# The files that make a folder a model are uploaded last, in this order.
+LAST = ("model.safetensors.index.json", "config.json", RECORD)
+# Where the file systems of fsspec say that a file has changed.
 STAMPS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "content_md5",
-    "LastModified",
-    "last_modified",
-    "mtime",
-    "created",
-)
+    "ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file at a URL; its header is read by range requests, `path` stages it on this disk."""
+    """A file at a URL.
+
+    Args:
+        name: its name relative to the checkpoint.
+        size: bytes.
+        identity: a text that changes whenever the content may.
+        url: where it is.
+        staging: where it is downloaded to.
+    """
 
     name: str
     size: int
@@ -44,6 +45,7 @@ class RemoteFile:
     staging: Staging = field(compare=False)
 
     def path(self) -> Path:
+        """Return the file on this disk, downloading it first where it is not there."""
         return self.staging.path(self.name, self.size, self.identity, self._fetch)
 
     def _fetch(self, target: Path) -> None:
@@ -52,6 +54,7 @@ class RemoteFile:
             system.get_file(path, str(target))
 
     def read(self, start: int, stop: int) -> bytes:
+        """Return the bytes [start, stop) by a range request."""
         with _errors(self.url):
             system, path = _open(self.url)
             return bytes(system.cat_file(path, start=start, end=stop))
@@ -62,22 +65,22 @@ def is_url(location: str) -> bool:
 
 
 def list_files(url: str, staging: Staging) -> dict[str, RemoteFile]:
-    """The files below a URL, two levels deep, by name. Raises SurgeryError where there are none."""
+    """Return the files below a URL by name, two levels deep and without hidden ones.
+
+    Raises SurgeryError where there are none.
+    """
     with _errors(url):
         system, root = _open(url)
         found = system.find(root, maxdepth=2, detail=True)
     prefix = root.rstrip("/") + "/"
     files: dict[str, RemoteFile] = {}
     for path, info in found.items():
-        name, stamp = (
-            path.removeprefix(prefix),
-            next((str(info[s]) for s in STAMPS if info.get(s)), ""),
-        )
+        name = path.removeprefix(prefix)
         if path.startswith(prefix) and not any(part.startswith(".") for part in name.split("/")):
+            stamp = next((str(info[s]) for s in STAMPS if info.get(s)), "")
             identity = f"{url}/{name}@{info['size']}-{stamp}"
-            files[name] = RemoteFile(
-                name, int(info["size"]), identity, f"{url.rstrip('/')}/{name}", staging
-            )
+            where = f"{url.rstrip('/')}/{name}"
+            files[name] = RemoteFile(name, int(info["size"]), identity, where, staging)
     if not files:
         raise SurgeryError(
             f"no files at {url}",
@@ -87,8 +90,9 @@ def list_files(url: str, staging: Staging) -> dict[str, RemoteFile]:
 
 
 def has_output(url: str, fingerprint: str) -> bool:
-    """Whether the finished output of that fingerprint is there. Raises SurgeryError where something
-    else is.
+    """Return whether a URL holds the finished output of the plan with this fingerprint.
+
+    Raises SurgeryError where it holds something else.
     """
     with _errors(url):
         system, root = _open(url)
@@ -97,20 +101,23 @@ def has_output(url: str, fingerprint: str) -> bool:
         begun, finished = (_fingerprint(system, f"{root}/{name}") for name in (MARKER, RECORD))
     if fingerprint not in (begun, finished):
         raise SurgeryError(
-            f"{url} is not empty and holds no output of this command", "give another URL with --out"
+            f"{url} is not empty and does not hold the output of this command",
+            "give another URL with --out",
         )
     return begun is None
 
 
 def upload(folder: Path, url: str, fingerprint: str, progress: Progress = lambda n: None) -> None:
-    """Put the files of an output there; shards that an interrupted upload of the same output has
-    put are kept.
+    """Upload the files of an output, without the shards that are there already.
+
+    Args:
+        folder: the output on this disk.
+        url: where it goes.
+        fingerprint: the plan's; it tells whether an interrupted upload was of the same output.
+        progress: told the bytes of each file that is there.
     """
-    files = [
-        p
-        for p in folder.rglob("*")
-        if p.is_file() and not p.name.startswith(".") and p.name != MARKER
-    ]
+    found = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+    files = [p for p in found if p.name != MARKER]
     files.sort(key=lambda p: (LAST.index(p.name) if p.name in LAST else -1, p.as_posix()))
     with _errors(url):
         system, root = _open(url)
@@ -119,19 +126,19 @@ def upload(folder: Path, url: str, fingerprint: str, progress: Progress = lambda
             system.pipe_file(f"{root}/{MARKER}", json.dumps({"fingerprint": fingerprint}).encode())
         for path in files:
             target, size = f"{root}/{path.relative_to(folder).as_posix()}", path.stat().st_size
-            there = (
-                path.suffix == ".safetensors"
-                and system.exists(target)
-                and system.info(target)["size"] == size
-            )
-            if not there:
+            if path.suffix != ".safetensors" or not _has(system, target, size):
                 system.makedirs(target.rpartition("/")[0], exist_ok=True)
                 system.put_file(str(path), target)
             progress(size)
         system.rm_file(f"{root}/{MARKER}")
 
 
+def _has(system: Any, path: str, size: int) -> bool:
+    return bool(system.exists(path) and system.info(path)["size"] == size)
+
+
 def _fingerprint(system: Any, path: str) -> str | None:
+    """Return the fingerprint in a marker or a record, or None where there is none."""
     try:
         return str(json.loads(system.cat_file(path))["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -139,6 +146,7 @@ def _fingerprint(system: Any, path: str) -> str | None:
 
 
 def _open(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path on it."""
     import fsspec
 
     system, path = fsspec.core.url_to_fs(url)
@@ -147,19 +155,21 @@ def _open(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def _errors(url: str) -> Iterator[None]:
-    """What fsspec and its backends raise, as one line."""
+    """Turn what fsspec and its backends raise into a SurgeryError."""
     scheme = url.partition("://")[0]
     try:
         yield
     except ImportError as e:  # "Install s3fs to access S3"
-        raise SurgeryError(f"{scheme}:// needs a package: {e}", "install it beside surgery") from e
+        raise SurgeryError(
+            f"{scheme}:// needs a package: {e}", "install it in the same environment"
+        ) from e
     except FileNotFoundError as e:
         raise SurgeryError(f"nothing at {url}", "check the URL") from e
     except ValueError as e:
         if "Protocol not known" not in str(e):
             raise
         raise SurgeryError(
-            f"{scheme}:// is no protocol that fsspec knows",
+            f"{scheme}:// is not a protocol that fsspec knows",
             "give a folder, a Hub id, or a URL like s3://bucket/name",
         ) from e
     except OSError as e:

@@ -1,5 +1,6 @@
-"""Files of a source that is elsewhere, on this disk while they are needed: every one of them, or a
-few at a time.
+"""Downloaded files of a source that is elsewhere, kept on this disk while they are needed.
+
+Either all of them are kept, or only the shards that were read last.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-KEEP = 2  # shards at a time when streaming: a layer that crosses from one to the next needs both
+# Shards that streaming keeps: a layer that crosses from one shard to the next needs both.
+KEEP = 2
 
 
 def cache_home() -> Path:
-    """Where Hugging Face keeps what it fetches. Without importing huggingface_hub, which reads the
-    same variables.
+    """Return the folder where Hugging Face libraries keep what they download.
+
+    It comes from the variables that huggingface_hub reads, without importing it.
     """
     default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
     home = os.environ.get("HF_HOME") or default
@@ -28,33 +31,38 @@ def cache_home() -> Path:
 
 
 class Staging:
-    """A folder below cache_home()/surgery, this process's own until it ends, when it is removed.
-    One that a killed run left is taken over.
+    """A folder below cache_home()/surgery that belongs to this process.
 
-    `keep`: the shards in it at most, the least recently used leaves first; None: all.
+    It is removed when the process ends. The folder that a killed run left behind is taken over.
+
+    Args:
+        name: the source, from which the folder gets its name.
+        keep: how many shards may be in it at most; the least recently used one is removed first.
+            None keeps all.
     """
 
     def __init__(self, name: str, keep: int | None = None) -> None:
         self.name, self.keep = re.sub(r"[^\w.-]+", "--", name), keep
         self._folder: Path | None = None
         self._shards: dict[Path, None] = {}  # the least recently used first
-        self._given: dict[
-            int, Path
-        ] = {}  # by thread, what it was given last and may be about to open
+        # By thread: the shard that it was given last, and that it may be about to open.
+        self._given: dict[int, Path] = {}
         self._lock = threading.Lock()
 
     @property
     def folder(self) -> Path:
+        """The folder, claimed at the first use."""
         if self._folder is None:
             self._folder, lock = _claim(cache_home() / "surgery", self.name)
             weakref.finalize(self, _remove, self._folder, lock)
-            if self.keep is not None:  # what a killed run left may be more than that
+            if self.keep is not None:
+                # A killed run may have left more than `keep` shards.
                 for path in self._folder.rglob("*.safetensors"):
                     path.unlink()
         return self._folder
 
     def path(self, name: str, size: int, identity: str, fetch: Callable[[Path], None]) -> Path:
-        """The file of that name, size and identity; `fetch(path)` gets it where it is not there."""
+        """Return the file of this name, size and identity; `fetch(path)` downloads it if needed."""
         with self._lock:
             path = self.folder / hashlib.sha256(identity.encode()).hexdigest()[:16] / name
             self._shards.pop(path, None)
@@ -71,7 +79,7 @@ class Staging:
             return path
 
     def _make_room(self) -> None:
-        """Before another shard comes; what another thread is about to open stays."""
+        """Remove shards before another one comes, except those that another thread may open."""
         others = {t.ident for t in threading.enumerate()} - {threading.get_ident()}
         needed = {path for ident, path in self._given.items() if ident in others}
         for path in [p for p in self._shards if p not in needed]:
@@ -82,9 +90,7 @@ class Staging:
 
 
 def _claim(root: Path, name: str) -> tuple[Path, int]:
-    """The first folder of that name, or name.1, name.2, … that no other process holds, and the lock
-    on it.
-    """
+    """Return the first of the folders name, name.1, name.2, … that is free, and the lock on it."""
     for n in itertools.count():
         folder = root / (f"{name}.{n}" if n else name)
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,8 @@
-"""Write one shard to a file: bytes of source files are copied inside the kernel
-(`copy_file_range`), computed values one tensor at a time; what is written is hashed and flushed by
-a thread behind."""
+"""Write one shard to a file.
+
+Bytes of source files are copied inside the kernel (`copy_file_range`), and computed values are
+written one tensor at a time. A thread follows behind, which hashes and flushes what was written.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,24 @@ from pathlib import Path
 
 from surgery.checkpoint import Progress
 from surgery.checkpoint.plan import Shard
-from surgery.checkpoint.tensors import LazyTensor
+from surgery.checkpoint.tensors import Extent, LazyTensor
 from surgery.errors import SurgeryError
 from surgery.storage.digest import Digest, Hasher, planned
 
-CHUNK = 64 << 20  # a step of the progress bar, and of the kernel's copy
-WINDOW = 256 << 20  # what is written between two flushes
+CHUNK = 64 << 20  # bytes in a step of the progress bar and of the kernel's copy
+WINDOW = 256 << 20  # bytes written between two flushes
 
 
 def stream(shard: Shard, partial: Path, hashed: bool, progress: Progress) -> Digest | None:
-    """Write the shard to the new file `partial` and sync it; its digest where that was asked
-    for.
+    """Write a shard to the new file `partial` and sync it.
+
+    Args:
+        shard: what to write.
+        partial: where.
+        hashed: whether to compute its digest, which is None otherwise.
+        progress: told the bytes as they are written.
+
+    Raises SurgeryError where a source file ends early.
     """
     hasher = Hasher(planned(shard)) if hashed else None
     with (
@@ -41,14 +50,7 @@ def stream(shard: Shard, partial: Path, hashed: bool, progress: Progress) -> Dig
 
         fd = f.fileno()
         if shard.verbatim:
-            _copy(
-                sources.open(shard.verbatim.path()),
-                fd,
-                0,
-                shard.verbatim.size,
-                shard.verbatim.name,
-                advance,
-            )
+            _copy(Extent(shard.verbatim, 0, shard.verbatim.size), fd, sources, advance)
         else:
             _write_all(fd, shard.header, advance)
             for _, tensor in shard.tensors:
@@ -58,11 +60,12 @@ def stream(shard: Shard, partial: Path, hashed: bool, progress: Progress) -> Dig
 
 
 def _write_tensor(tensor: LazyTensor, fd: int, sources: _Descriptors, advance: Progress) -> None:
+    """Append the value of a tensor to the file `fd`."""
     if tensor.compute is None:
         for part in tensor.inputs:
             _write_tensor(part, fd, sources, advance)
-        for e in tensor.extents:
-            _copy(sources.open(e.file.path()), fd, e.offset, e.length, e.file.name, advance)
+        for extent in tensor.extents:
+            _copy(extent, fd, sources, advance)
     elif tensor.nbytes:
         import torch
 
@@ -78,6 +81,7 @@ def _write_all(fd: int, data: bytes | memoryview, advance: Progress) -> None:
         advance(n)
 
 
+# What `copy_file_range` fails with where a system or a file system cannot do it.
 _NO_KERNEL_COPY = (
     errno.EXDEV,
     errno.ENOSYS,
@@ -88,15 +92,14 @@ _NO_KERNEL_COPY = (
 )
 
 
-def _copy(source: int, target: int, offset: int, length: int, name: str, advance: Progress) -> None:
-    """Append `length` bytes of `source` from `offset` to `target`, inside the kernel where it
-    can.
-    """
+def _copy(extent: Extent, target: int, sources: _Descriptors, advance: Progress) -> None:
+    """Append the bytes of an extent to the file `target`."""
+    source, offset, length = sources.open(extent.file.path()), extent.offset, extent.length
     while length:
         n = _copy_some(source, target, offset, min(length, CHUNK))
         if not n:
             raise SurgeryError(
-                f"{name} ended early: it was truncated while it was read",
+                f"{extent.file.name} ended early: it was truncated while it was read",
                 "restore the source, then run the same command again",
             )
         offset, length = offset + n, length - n
@@ -104,6 +107,7 @@ def _copy(source: int, target: int, offset: int, length: int, name: str, advance
 
 
 def _copy_some(source: int, target: int, offset: int, length: int) -> int:
+    """Append up to `length` bytes, inside the kernel where possible, and return how many."""
     if hasattr(os, "copy_file_range"):
         try:
             return os.copy_file_range(source, target, length, offset)
@@ -118,7 +122,7 @@ def _copy_some(source: int, target: int, offset: int, length: int) -> int:
 
 
 class _Descriptors:
-    """Source files, each opened once."""
+    """The descriptors of source files, each opened once."""
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
@@ -137,10 +141,12 @@ class _Descriptors:
 
 
 class _Follower:
-    """A thread behind the writer: hashes what has been written while it is warm in the page cache,
-    then sends it to the disk and gives its pages back. So the sync at the end is short, and a
-    conversion of any size neither fills the memory with dirty pages nor drives other programs'
-    files out of the cache."""
+    """A thread that follows the writer through a file.
+
+    It hashes what has been written while that is still in the page cache, then sends it to the disk
+    and gives its pages back. So the sync at the end is short, and a conversion of any size neither
+    fills the memory with dirty pages nor drives other programs' files out of the cache.
+    """
 
     def __init__(self, path: Path, hasher: Hasher | None) -> None:
         self._path, self._hasher = path, hasher
@@ -159,6 +165,7 @@ class _Follower:
             raise self._error
 
     def reach(self, position: int) -> None:
+        """Tell the thread that the file has been written up to `position`."""
         self._reached.put(position)
 
     def _run(self) -> None:
@@ -171,7 +178,7 @@ class _Follower:
                     if end - flushed >= WINDOW:
                         _flush(f.fileno(), flushed, end)
                         flushed = end
-        except BaseException as e:  # handed to the writer's thread
+        except BaseException as e:  # It is raised again in the writer's thread.
             self._error = e
 
 

@@ -1,13 +1,14 @@
-"""Write a plan: one tensor at a time, straight to its place in its shard.
+"""Write a plan, one tensor at a time, each straight to its place in its shard.
 
 Extents are copied by the kernel (`copy_file_range`, which shares the blocks on file systems that
-can), so memory stays flat whatever the size. A shard has a temporary name until it is whole and
-synced; config.json comes last, so a folder that has one is whole. `surgery.partial.json` marks a
-folder as ours and unfinished, and holds the plan's fingerprint: the same command goes on from the
-finished shards, another one is refused.
+can), so memory use does not grow with the model. A shard has a temporary name until it is complete
+and synced, and config.json comes last, so a folder that has one is complete.
 
-Several processes (see `shared`) divide the shards; the first does everything else. Nothing but
-creating, renaming and looking up files is asked of the file system that they share.
+`surgery.partial.json` marks a folder as an unfinished output and holds the plan's fingerprint. The
+same command continues from the finished shards; any other command is refused.
+
+Several processes (see `processes`) divide the shards, and rank 0 does everything else. Of the file
+system that they share they need only that files can be created, renamed and looked up.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from surgery.checkpoint.tensors import SourceFile
 from surgery.checkpoint.work import Progress
 from surgery.errors import SurgeryError
 from surgery.storage.digest import Digest
-from surgery.storage.files import bytes_on_disk
+from surgery.storage.downloads import bytes_on_disk
 from surgery.storage.lock import HELD, LOCK
 from surgery.storage.processes import Group, divide
 from surgery.storage.record import RECORD
@@ -37,14 +38,19 @@ from surgery.storage.staging import cache_home
 from surgery.storage.stream import stream
 
 MARKER = "surgery.partial.json"
-SLACK = 16 << 20  # left free on the disk
-PATIENCE = 90.0  # seconds in which a shared file system shows one machine what another has written
+SLACK = 16 << 20  # bytes left free on the disk
+# Seconds within which a shared file system shows one machine what another has written.
+PATIENCE = 90.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What was written where: the digest of each shard (where asked for), how many shards an
-    earlier run had finished.
+    """What `write` has done.
+
+    Args:
+        folder: the output.
+        digests: by shard name; None where it was not computed. Empty on ranks other than 0.
+        resumed: how many shards an earlier run had finished.
     """
 
     folder: Path
@@ -62,19 +68,22 @@ def write(
     progress: Progress = lambda n: None,
     group: Group | None = None,
 ) -> Written:
-    """Write the plan to the folder `out`, or go on with it. `progress` is told the bytes as they
-    are written.
+    """Write a plan to the folder `out`, or finish what an interrupted run has begun there.
 
     Args:
-        hardlink: where a shard is a source file unchanged, link to it instead of copying (same file
-            system only).
-        hashed: take each shard's digest while it is written; linked and already finished shards are
-            not read for it.
-        group: the processes that share the work; `write` returns in the first when all is there, in
-            the others before.
+        plan: what to write.
+        out: the folder.
+        source: the checkpoint that was converted; its folder is never written to.
+        hardlink: whether a shard that equals a source file is linked to it instead of copied, where
+            both are on the same file system.
+        hashed: whether to compute each shard's digest while it is written. Linked shards and those
+            that were finished before are not read for it.
+        progress: told the bytes as they are written.
+        group: the processes that share the work. On rank 0 `write` returns when everything is
+            there, on the other ranks when their own shards are.
 
-    Raises SurgeryError, before the first byte, for a folder that is not ours to write or a disk
-    that is too small.
+    Raises SurgeryError, before the first byte, for a folder that holds something else and for a
+    disk that is too small; and later where a file cannot be read or written.
     """
     group = group or Group()
     if not group.rank:
@@ -83,17 +92,16 @@ def write(
     if not _appears(out / MARKER, None, group):
         raise SurgeryError(
             f"{out} is not the folder that the first process writes",
-            "give --out on a file system that all of the processes share",
+            "give --out on a file system that all processes share",
         )
     if not group.rank:
         progress(sum(s.nbytes for s in plan.shards if s.name in done))
     todo = [s for s in plan.shards if s.name not in done]
     progress = group.counting(progress)
     mine = [todo[i] for i in divide([s.nbytes for s in todo], group)]
+    own = {s.name: _write_shard(s, out, hardlink, hashed, progress) for s in mine}
     digests: dict[str, Digest | None] = {}
-    for part in group.gather(
-        {s.name: _write_shard(s, out, hardlink, hashed, progress) for s in mine}
-    ):
+    for part in group.gather(own):
         digests |= part
     if not group.rank:
         _end(plan, out, group)
@@ -101,7 +109,7 @@ def write(
 
 
 def _begin(plan: Plan, out: Path, source: Checkpoint, hardlink: bool) -> None:
-    """Mark the folder as ours, and write the side files."""
+    """Check the folder and the disk, mark the folder as unfinished, and write the side files."""
     check_target(plan, out, source)
     check_space(plan, out, hardlink)
     out.mkdir(parents=True, exist_ok=True)
@@ -113,11 +121,11 @@ def _begin(plan: Plan, out: Path, source: Checkpoint, hardlink: bool) -> None:
 
 
 def _end(plan: Plan, out: Path, group: Group) -> None:
-    """What makes the folder a model, once every shard is there."""
+    """Write the index and config.json, which make the folder a model, once every shard is there."""
     for shard in plan.shards:
         if not _appears(out / shard.name, shard.nbytes, group):
             raise SurgeryError(
-                f"{out / shard.name} was written and is not there", "run the same command again"
+                f"{out / shard.name} was written but is not there", "run the same command again"
             )
     for name in (INDEX, "config.json"):
         if name in plan.small:
@@ -126,13 +134,13 @@ def _end(plan: Plan, out: Path, group: Group) -> None:
 
 
 def add(out: Path, files: Mapping[str, bytes]) -> None:
-    """Write these beside the model."""
+    """Write small files into an output, each by name and content."""
     for name, data in files.items():
         _write_small(out / name, data)
 
 
 def finish(out: Path, record: dict[str, object], files: Mapping[str, bytes] | None = None) -> None:
-    """Write `files` and surgery.json, and take the mark of an unfinished output away."""
+    """Write `files` and the record, surgery.json, and remove the mark of an unfinished output."""
     add(out, files or {})
     _write_small(out / RECORD, dump(record))
     (out / MARKER).unlink(missing_ok=True)
@@ -143,28 +151,28 @@ def finish(out: Path, record: dict[str, object], files: Mapping[str, bytes] | No
 
 
 def check_target(plan: Plan, out: Path, source: Checkpoint) -> None:
-    """Refuse a folder inside the source or the hub cache, and one that is not an unfinished output
-    of this plan.
+    """Raise SurgeryError unless `out` may be written.
+
+    It may if it is outside the source and the Hub cache, and is new, empty or an output of this
+    plan.
     """
     resolved = out.resolve()
-    for folder, what in ((source.source.folder, "the source"), (_hub_cache(), "the hub cache")):
+    for folder, what in ((source.source.folder, "the source"), (_hub_cache(), "the Hub cache")):
         if folder and resolved.is_relative_to(Path(folder).resolve()):
             raise SurgeryError(
-                f"the output {out} would stand inside {what} {folder}",
+                f"the output {out} would be inside {what} {folder}",
                 "give another folder with --out",
             )
     if out.exists() and not out.is_dir():
         raise SurgeryError(f"the output {out} is a file", "give a folder with --out")
-    if not out.exists() or {p.name for p in out.iterdir()} <= {
-        _partial(out / MARKER).name,
-        LOCK,
-        HELD,
-    }:
-        return  # nothing, or killed before the mark was whole
+    # A run that was killed before the marker was written leaves these files at most.
+    leftovers = {_partial(out / MARKER).name, LOCK, HELD}
+    if not out.exists() or {p.name for p in out.iterdir()} <= leftovers:
+        return
     begun = _fingerprint_of(out / MARKER)
     if begun is None and (finished := _fingerprint_of(out / RECORD)) is None:
         raise SurgeryError(
-            f"the folder {out} is not empty and not an output of surgery",
+            f"the folder {out} is not empty and is not an output of surgery",
             "give a new folder with --out, or empty this one",
         )
     if (begun or finished) != plan.fingerprint:
@@ -176,16 +184,16 @@ def check_target(plan: Plan, out: Path, source: Checkpoint) -> None:
 
 
 def is_finished(plan: Plan, out: Path) -> bool:
-    """Whether `out` holds the finished output of this very plan."""
-    whole = all(_has(out / s.name, s.nbytes) for s in plan.shards) and all(
-        (out / name).is_file() for name in plan.small
-    )
-    return (
-        whole and not (out / MARKER).exists() and _fingerprint_of(out / RECORD) == plan.fingerprint
-    )
+    """Return whether `out` holds the finished output of exactly this plan."""
+    if not all(_has(out / s.name, s.nbytes) for s in plan.shards):
+        return False
+    if not all((out / name).is_file() for name in plan.small) or (out / MARKER).exists():
+        return False
+    return _fingerprint_of(out / RECORD) == plan.fingerprint
 
 
 def _fingerprint_of(file: Path) -> str | None:
+    """Return the fingerprint in a marker or a record, or None where there is none."""
     try:
         return str(json.loads(file.read_bytes())["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -197,14 +205,15 @@ def _hub_cache() -> Path:
 
 
 def check_space(plan: Plan, out: Path, hardlink: bool) -> None:
-    """Refuse what does not fit: the shards still to be written, and beside them what is fetched for
-    them.
+    """Raise SurgeryError unless the shards still to be written fit on the disk.
+
+    What is downloaded for them must fit as well, on the disk of the Hub cache.
     """
     todo = [s for s in plan.shards if not _has(out / s.name, s.nbytes)]
-    left = sum(
-        p.stat().st_size for s in todo if (p := _partial(out / s.name)).is_file()
-    )  # of a killed run: it will go
-    needed = sum(s.nbytes for s in todo if not (hardlink and s.verbatim)) - left
+    # What a killed run left of an unfinished shard makes room for that shard.
+    partials = [p for s in todo if (p := _partial(out / s.name)).is_file()]
+    needed = sum(s.nbytes for s in todo if not (hardlink and s.verbatim))
+    needed -= sum(p.stat().st_size for p in partials)
     fetched = bytes_on_disk(file for s in todo for file in sources(s))
     if not fetched or _disk(out) == _disk(_hub_cache()):
         downloads = f" with {fetched / 1e9:.2f} GB of downloads" if fetched else ""
@@ -224,7 +233,7 @@ def _require_space(folder: Path, needed: int, what: str, option: str) -> None:
 
 
 def sources(shard: Shard) -> Iterator[SourceFile]:
-    """The source files that the shard is made of."""
+    """Yield the source files that a shard is made of, in the order in which they are read."""
     if shard.verbatim:
         yield shard.verbatim
     for _, tensor in shard.tensors:
@@ -232,6 +241,7 @@ def sources(shard: Shard) -> Iterator[SourceFile]:
 
 
 def _existing(folder: Path) -> Path:
+    """Return the folder itself or the nearest parent that exists."""
     return next(p for p in (folder, *folder.resolve().parents) if p.exists())
 
 
@@ -243,7 +253,7 @@ def _disk(folder: Path) -> int:
 
 
 def _write_small(path: Path, data: bytes) -> None:
-    """A whole file or none, and on the disk when this returns."""
+    """Write a file that is either complete or absent, and on the disk when this returns."""
     with _told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = _partial(path)
@@ -259,15 +269,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """What the system refuses, as one line that names the file."""
+    """Turn an OSError into a SurgeryError that names the file being written."""
     try:
         yield
     except OSError as e:
-        where = (
-            f" ({e.filename})"
-            if e.filename and Path(e.filename).name != _partial(path).name
-            else ""
-        )
+        other = e.filename and Path(e.filename).name != _partial(path).name
+        where = f" ({e.filename})" if other else ""
         hint = "free some space" if e.errno in _FULL else "check the disk and the source"
         raise SurgeryError(
             f"cannot write {path}: {e.strerror or e}{where}",
@@ -284,16 +291,17 @@ def _has(path: Path, size: int) -> bool:
 
 
 def _appears(path: Path, size: int | None, group: Group) -> bool:
-    """Whether the file is there: at once, or, of several processes, when this machine has looked
-    again at what they share.
+    """Return whether a file is there, with `size` bytes where that is given.
+
+    With several processes this waits up to PATIENCE seconds for it, because another machine may
+    have written it.
     """
     until = time.monotonic() + (PATIENCE if group.size > 1 else 0.0)
-    while (
-        not (there := path.is_file() if size is None else _has(path, size))
-        and time.monotonic() < until
-    ):
+    while True:
+        there = path.is_file() if size is None else _has(path, size)
+        if there or time.monotonic() >= until:
+            return there
         time.sleep(1)
-    return there
 
 
 def _sync_folder(folder: Path) -> None:
@@ -301,7 +309,8 @@ def _sync_folder(folder: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as e:
-        if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every network's file system can
+        # Not every network file system can sync a folder.
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(fd)
@@ -310,8 +319,9 @@ def _sync_folder(folder: Path) -> None:
 def _write_shard(
     shard: Shard, out: Path, hardlink: bool, hashed: bool, progress: Progress
 ) -> Digest | None:
-    """Write one shard under a temporary name, sync it, rename it; its digest where that was asked
-    for.
+    """Write one shard under a temporary name, sync it, rename it, and return its digest.
+
+    The digest is None where it was not asked for, and for a link.
     """
     partial, digest = _partial(out / shard.name), None
     with _told(out / shard.name):
@@ -325,8 +335,10 @@ def _write_shard(
 
 
 def _link(source: SourceFile, partial: Path) -> bool:
-    """A hard link to the source's file (not to a symlink of the hub cache); False on another file
-    system.
+    """Return whether `partial` could be made a hard link to the source's file.
+
+    It is a link to the file itself, not to a symlink in the Hub cache. On another file system it
+    cannot be made.
     """
     try:
         os.link(source.path().resolve(), partial)

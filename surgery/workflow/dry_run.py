@@ -9,7 +9,7 @@ from typing import Any
 from surgery import finetune
 from surgery.checkpoint import Checkpoint, Plan, make_plan
 from surgery.report import card
-from surgery.storage.files import bytes_on_disk, bytes_streamed, bytes_to_fetch, is_streamed
+from surgery.storage.downloads import bytes_on_disk, bytes_streamed, bytes_to_fetch, is_streamed
 from surgery.storage.writer import RECORD, sources
 from surgery.workflow.convert import BASE_MEMORY, RECIPE
 from surgery.workflow.record import make_record

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from surgery.errors import SurgeryError
 from surgery.report import card
 from surgery.storage import finish
-from surgery.storage.files import hub_errors
+from surgery.storage.hub import hub_errors
 from surgery.storage.record import read_record
 from surgery.storage.writer import MARKER
 from surgery.workflow.observer import Observer, Silent

@@ -1,11 +1,10 @@
-"""safetensors headers: ours and the library's are the same format, and a hostile one is one clear
-error.
-"""
+"""safetensors headers: we read the library's, it reads ours, and a hostile one is a clear error."""
 
 from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,11 @@ from surgery.checkpoint import Checkpoint, LazyTensor, Source, make_plan, natura
 from surgery.checkpoint.header import FIRST_READ, read_header
 from surgery.errors import SurgeryError
 from surgery.storage import write
-from surgery.storage.files import LocalFile
+from surgery.storage.local import LocalFile
 
 VALUES = {
-    "odd": torch.tensor(
-        [1.5, -2.0, 3.0], dtype=torch.bfloat16
-    ),  # 6 bytes: what follows is not aligned for fp32
+    # 6 bytes, after which an fp32 tensor is not aligned.
+    "odd": torch.tensor([1.5, -2.0, 3.0], dtype=torch.bfloat16),
     "after": torch.tensor([[1e-3, -7.0]], dtype=torch.float32),
     "half": torch.tensor([0.1, 65504.0, -0.0], dtype=torch.float16),
     "double": torch.tensor([3.141592653589793], dtype=torch.float64),
@@ -43,7 +41,7 @@ def read(path: Path) -> dict[str, LazyTensor]:
 
 
 def file_of(entries: Any, data: int = 0, length: int | None = None) -> bytes:
-    """A file with this header, `data` zero bytes, and perhaps a wrong length."""
+    """Return a file with this header and `data` zero bytes; `length` may declare a wrong one."""
     raw = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     return (len(raw) if length is None else length).to_bytes(8, "little") + raw + bytes(data)
 
@@ -53,8 +51,9 @@ def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
 
 
 def test_the_librarys_files_read_equal(tmp_path: Path) -> None:
-    """Every dtype, an empty tensor and a scalar: a wrong base offset or element size would shift
-    the bits.
+    """Values of every dtype, an empty tensor and a scalar are read bit for bit.
+
+    A wrong base offset or element size would shift the bits.
     """
     save_file(VALUES, tmp_path / "x.safetensors", metadata={"any": "thing"})
     found = read(tmp_path / "x.safetensors")
@@ -64,8 +63,9 @@ def test_the_librarys_files_read_equal(tmp_path: Path) -> None:
 
 
 def test_the_library_reads_our_files_equal(tmp_path: Path) -> None:
-    """Offsets that do not fit an element make torch refuse the view: wide dtypes must come first in
-    a shard.
+    """The library reads what we write, and every tensor is aligned to its element size.
+
+    Wide dtypes must come first in a shard, because torch refuses a view at an unaligned offset.
     """
     save_file(VALUES, tmp_path / "x.safetensors")
     checkpoint = Checkpoint(
@@ -76,7 +76,7 @@ def test_the_library_reads_our_files_equal(tmp_path: Path) -> None:
     for name, value in load_file(ours).items():
         assert_same_bits(value, VALUES[name])
     with safe_open(ours, "pt") as f:
-        assert f.metadata() == {"format": "pt"}  # transformers 4 refuses a file without it
+        assert f.metadata() == {"format": "pt"}  # Needed by transformers 4.
         assert set(f.keys()) == set(VALUES)
     assert int.from_bytes(ours.read_bytes()[:8], "little") % 8 == 0
     for name, lazy in read(ours).items():
@@ -84,7 +84,7 @@ def test_the_library_reads_our_files_equal(tmp_path: Path) -> None:
 
 
 def test_a_header_longer_than_the_first_read(tmp_path: Path) -> None:
-    """The second range must join the first without a gap or an overlap."""
+    """A long header is read in two ranges, which must join without a gap or an overlap."""
     values = {f"layers.{i}.{'x' * 100}": torch.full((1,), float(i)) for i in range(3000)}
     save_file(values, tmp_path / "x.safetensors")
     assert int.from_bytes((tmp_path / "x.safetensors").read_bytes()[:8], "little") > FIRST_READ
@@ -106,7 +106,7 @@ HOSTILE = {
     "not UTF-8": (file_of(b'{"\xff\xfe": 1}'), "not JSON"),
     "nested 100,000 deep": (file_of(b"[" * 100_000), "not JSON"),
     "an integer of 5,000 digits": (file_of(b'{"a": ' + b"9" * 5000 + b"}"), "not JSON"),
-    "a list": (file_of([]), "no JSON object"),
+    "a list": (file_of([]), "not a JSON object"),
     "an entry that is a number": (file_of({"a": 1}), "malformed"),
     "no shape": (file_of({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, 8), "malformed"),
     "a shape that is a string": (file_of({"a": entry(shape="", offsets=[0, 4])}, 4), "malformed"),
@@ -142,28 +142,28 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_header_is_one_error(kind: str, tmp_path: Path) -> None:
-    """It names the file and what is wrong, in a line that fits a screen, and does not allocate what
-    it is told to.
+    """The error names the file and what is wrong, in one line that fits on a screen.
+
+    Nothing may be allocated only because the header asks for it.
     """
     data, word = HOSTILE[kind]
     path = tmp_path / "bad.safetensors"
     path.write_bytes(data)
     with pytest.raises(SurgeryError) as caught:
         read(path)
-    assert (
-        word in caught.value.message
-        and "bad.safetensors" in caught.value.message
-        and caught.value.hint
-    )
-    assert len(caught.value.message) < 500 and caught.value.message.isprintable()
+    message = caught.value.message
+    assert word in message and "bad.safetensors" in message and caught.value.hint
+    assert len(message) < 500 and message.isprintable()
 
 
 def test_mutated_headers_raise_only_surgery_errors(tmp_path: Path) -> None:
-    """4,000 files with a few bytes, numbers or JSON values changed: a header is accepted or it is a
-    SurgeryError, and what is accepted lies within the file."""
-    good = file_of(
-        {"__metadata__": {"format": "pt"}, "a": entry(), "b": entry("BF16", [2, 3], [8, 20])}, 20
-    )
+    """A mutated header is accepted or raises SurgeryError, and nothing else.
+
+    In 4,000 files a few bytes, numbers or JSON values are changed. The tensors of an accepted
+    header must lie within the file.
+    """
+    entries = {"a": entry(), "b": entry("BF16", [2, 3], [8, 20])}
+    good = file_of({"__metadata__": {"format": "pt"}, **entries}, 20)
     draw = random.Random(0)
     accepted = 0
     for _ in range(4000):
@@ -174,38 +174,22 @@ def test_mutated_headers_raise_only_surgery_errors(tmp_path: Path) -> None:
         except SurgeryError:
             continue
         accepted += 1
-        assert all(
-            t.extents[0].offset + t.nbytes <= len(data) and t.nbytes == t.extents[0].length
-            for t in found.values()
-        )
-    assert 100 < accepted < 3000  # the mutations reach both sides
+        for t in found.values():
+            assert t.nbytes == t.extents[0].length
+            assert t.extents[0].offset + t.nbytes <= len(data)
+    assert 100 < accepted < 3000  # Some mutations are accepted, others are refused.
 
 
 ODD = (
-    None,
-    -1,
-    0,
-    1,
-    2**31,
-    2**63,
-    2**64,
-    1e308,
-    float("nan"),
-    True,
-    "",
-    "F32",
-    "BF16",
-    [],
-    [0],
-    [0, 8],
-    [2, [2]],
-    {},
-    {"a": 1},
+    *(None, -1, 0, 1, 2**31, 2**63, 2**64, 1e308, float("nan"), True),
+    *("", "F32", "BF16", [], [0], [0, 8], [2, [2]], {}, {"a": 1}),
 )
+NOISE = (b"0", b"9", b"-", b"[", b"}", b'"', b",", b"\\", b"e5", b"8" * 300)
 
 
 def mutate(good: bytes, draw: random.Random) -> bytes:
-    if draw.random() < 0.5:  # bytes
+    """Return the file with a few bytes changed, or with another value in an entry of its header."""
+    if draw.random() < 0.5:
         data = bytearray(good)
         for _ in range(draw.randint(1, 3)):
             i = draw.randrange(len(data))
@@ -214,9 +198,7 @@ def mutate(good: bytes, draw: random.Random) -> bytes:
             elif draw.random() < 0.5:
                 data[i] = draw.randrange(256)
             else:
-                data[i : i + 1] = draw.choice(
-                    (b"0", b"9", b"-", b"[", b"}", b'"', b",", b"\\", b"e5", b"8" * 300)
-                )
+                data[i : i + 1] = draw.choice(NOISE)
         return bytes(data)
     header = json.loads(good[8 : 8 + int.from_bytes(good[:8], "little")])
     target: Any = header[draw.choice(("a", "b"))]
@@ -228,35 +210,20 @@ def mutate(good: bytes, draw: random.Random) -> bytes:
 
 
 def test_natural_order_of_layers() -> None:
-    """Layer 2 before layer 10, digits and words at the same place: comparing an int with a str
-    would raise.
+    """Layer 2 comes before layer 10.
+
+    Numbers and words at the same place must not be compared as int and str, which would raise.
     """
-    names = [
-        "layers.10.x",
-        "layers.2.x",
-        "layers.x",
-        "2",
-        "b",
-        "layers.2.mlp.experts.11.w",
-        "layers.2.mlp.experts.9.w",
-    ]
-    assert sorted(names, key=natural_key) == [
-        "2",
-        "b",
-        "layers.2.mlp.experts.9.w",
-        "layers.2.mlp.experts.11.w",
-        "layers.2.x",
-        "layers.10.x",
-        "layers.x",
-    ]
+    experts = ["layers.2.mlp.experts.9.w", "layers.2.mlp.experts.11.w"]
+    in_order = ["2", "b", *experts, "layers.2.x", "layers.10.x", "layers.x"]
+    shuffled = ["layers.10.x", "layers.2.x", "layers.x", "2", "b", *reversed(experts)]
+    assert sorted(shuffled, key=natural_key) == in_order
 
 
 def test_headers_need_no_torch() -> None:
     """Planning and `inspect` read headers in milliseconds; importing torch would take seconds."""
-    import subprocess
 
-    code = "import sys, surgery.checkpoint; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
-        == "[]"
-    )
+    heavy = ("torch", "transformers", "numpy")
+    code = f"import sys, surgery.checkpoint; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"

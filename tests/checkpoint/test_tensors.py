@@ -1,4 +1,4 @@
-"""Views of lazy tensors equal torch's, whether the bytes are extents of files or computed."""
+"""Lazy tensors: their views equal torch's, whether they are extents of files or computed."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from surgery.checkpoint import (
 from surgery.checkpoint.header import read_header
 from surgery.errors import SurgeryError
 from surgery.storage import open_checkpoint, write
-from surgery.storage.files import LocalFile
+from surgery.storage.local import LocalFile
 
 A = torch.arange(24, dtype=torch.float32).reshape(6, 4).to(torch.bfloat16)
 B = (torch.arange(12, dtype=torch.float32).reshape(3, 4) * -0.5).to(torch.bfloat16)
 
 
+def headers(path: Path) -> dict[str, LazyTensor]:
+    """Return the lazy tensors of a safetensors file."""
+    file = LocalFile(path.name, path.stat().st_size, "1", path)
+    return read_header(file, file.read)
+
+
 @pytest.fixture(params=["extents", "computed"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[LazyTensor, LazyTensor]:
-    """A and B on the disk, or as functions of what is on the disk."""
+    """A and B as extents of a file, or as functions of such extents."""
     save_file({"a": A, "b": B}, tmp_path / "x.safetensors")
-    file = LocalFile(
-        "x.safetensors",
-        (tmp_path / "x.safetensors").stat().st_size,
-        "1",
-        tmp_path / "x.safetensors",
-    )
-    found = read_header(file, file.read)
+    found = headers(tmp_path / "x.safetensors")
     if request.param == "extents":
         return found["a"], found["b"]
     return tuple(found[n].map("negate", torch.neg).map("negate", torch.neg) for n in "ab")  # type: ignore[return-value]
 
 
 def check(lazy: LazyTensor, value: torch.Tensor) -> None:
-    """Equal when read, and when written and read again."""
     assert (lazy.dtype, lazy.shape, lazy.nbytes) == ("BF16", tuple(value.shape), value.numel() * 2)
     assert torch.equal(lazy.read(), value)
 
 
 def test_views_equal_torchs(pair: tuple[LazyTensor, LazyTensor], tmp_path: Path) -> None:
+    """Views are equal when they are read, and when they are written and read again."""
     a, b = pair
     views = {
         "rows": (a.rows(1, 4), A[1:4]),
@@ -81,20 +81,16 @@ def test_views_equal_torchs(pair: tuple[LazyTensor, LazyTensor], tmp_path: Path)
 
 
 def test_only_functions_take_memory(pair: tuple[LazyTensor, LazyTensor]) -> None:
-    """A plan of pure extents is copied by the kernel: what it says it needs is 0, whatever its
-    size.
-    """
+    """The kernel copies extents, so their peak memory is 0 whatever their size."""
     a, b = pair
     for lazy in (a, a.rows(0, 2), concatenate([a, b]), a.reshape(24)):
         assert (lazy.peak_memory == 0) == (a.compute is None)
     cast = a.cast("F32")
     assert cast.peak_memory >= a.nbytes + cast.nbytes
-    joined = concatenate([a, b.cast("F32").cast(b.dtype), a])
-    assert (
-        joined.peak_memory
-        == max(a.peak_memory, b.cast("F32").cast(b.dtype).peak_memory)
-        < 2 * joined.nbytes + cast.peak_memory
-    )
+    there_and_back = b.cast("F32").cast(b.dtype)
+    joined = concatenate([a, there_and_back, a])
+    assert joined.peak_memory == max(a.peak_memory, there_and_back.peak_memory)
+    assert joined.peak_memory < 2 * joined.nbytes + cast.peak_memory
     checkpoint = Checkpoint(
         config={}, tensors={"a": a, "b": b.rows(0, 1)}, source=Source(location="x")
     )
@@ -105,7 +101,7 @@ def test_only_functions_take_memory(pair: tuple[LazyTensor, LazyTensor]) -> None
 def test_rows_outside_are_refused(
     pair: tuple[LazyTensor, LazyTensor], start: int, stop: int
 ) -> None:
-    """An extent past the end would copy the bytes of the next tensor in silence."""
+    """Rows past the end are refused: such an extent would copy the bytes of the next tensor."""
     with pytest.raises(ValueError, match="rows"):
         pair[0].rows(start, stop)
 
@@ -121,30 +117,24 @@ def test_what_does_not_fit_is_refused(pair: tuple[LazyTensor, LazyTensor]) -> No
 
 
 def test_reading_gives_memory_of_its_own(pair: tuple[LazyTensor, LazyTensor]) -> None:
-    """A function that works in place must not reach the source, nor the next reader."""
+    """A function that works in place must change neither the source nor what is read next."""
     lazy = pair[0]
     lazy.read().zero_()
     assert torch.equal(lazy.read(), A)
 
 
 def test_casts_round_to_nearest_even(tmp_path: Path) -> None:
-    values = torch.tensor(
-        [1.0, 1.00390625, 1.01171875, 3.3895314e38, -0.0]
-    )  # ties: to 1.0, to 1.015625
+    # The second value is a tie that goes to 1.0, the third a tie that goes to 1.015625.
+    values = torch.tensor([1.0, 1.00390625, 1.01171875, 3.3895314e38, -0.0])
     save_file({"a": values}, tmp_path / "x.safetensors")
-    file = LocalFile(
-        "x.safetensors",
-        (tmp_path / "x.safetensors").stat().st_size,
-        "1",
-        tmp_path / "x.safetensors",
-    )
-    cast = read_header(file, file.read)["a"].cast("BF16").read()
+    cast = headers(tmp_path / "x.safetensors")["a"].cast("BF16").read()
     assert cast.view(torch.int16).tolist() == [0x3F80, 0x3F80, 0x3F82, 0x7F7F, -0x8000]
 
 
 def test_random_values_depend_on_seed_and_name_alone() -> None:
-    """Resume and other processes must draw the same bytes. The numbers are pinned: outputs of old
-    versions hash so.
+    """A resumed run and another process draw the same bytes.
+
+    The numbers are pinned, because outputs of earlier versions contain them.
     """
     first = normal("model.layers.0.router", 0, 0.02, (4, 3), "F32").read()
     normal("something else", 0, 1.0, (100,), "F32").read()
@@ -159,8 +149,11 @@ def test_random_values_depend_on_seed_and_name_alone() -> None:
 
 
 def test_identity_changes_with_every_constant() -> None:
-    """The fingerprint of a plan sees a computed tensor by its recipe: a constant that is not in it
-    would let another command go on from foreign shards."""
+    """A computed tensor is identified by its recipe, which must contain every constant.
+
+    Otherwise the fingerprints of two commands could be equal, and one would continue from the
+    shards of the other.
+    """
     tensors = [
         constant(1.0, (2,), "F32"),
         constant(2.0, (2,), "F32"),
@@ -181,8 +174,7 @@ def test_identity_changes_with_every_constant() -> None:
 def test_a_source_that_shrank_is_one_error(tmp_path: Path) -> None:
     save_file({"a": A, "b": B}, tmp_path / "x.safetensors")
     path = tmp_path / "x.safetensors"
-    file = LocalFile("x.safetensors", path.stat().st_size, "1", path)
-    last = max(read_header(file, file.read).values(), key=lambda t: t.extents[0].offset)
+    last = max(headers(path).values(), key=lambda t: t.extents[0].offset)
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(SurgeryError, match=r"x\.safetensors ended early"):
         last.read()

@@ -1,6 +1,4 @@
-"""Work that tensors wait for: planned without data, run once, taken up after an interruption, gone
-when it is done.
-"""
+"""Work that tensors wait for: it is planned without data, runs once, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ import torch
 from surgery.checkpoint import Checkpoint, Step, Work, make_plan
 from surgery.demo import MODEL
 from surgery.storage import open_checkpoint
-from surgery.workflow.convert import convert
+from surgery.workflow.convert import convert_alone
 
 NAME = "model.norm.weight"
 
@@ -24,7 +22,10 @@ NAME = "model.norm.weight"
 def doubled(
     ran: list[str], *, fail: bool = False, identity: str = "double"
 ) -> Callable[[], tuple[Checkpoint, Checkpoint]]:
-    """The demo model with its last norm doubled by work that notes when it runs."""
+    """Return a function that gives the demo model, and the same with its last norm doubled.
+
+    The doubling is work that appends to `ran` when it begins.
+    """
     source = open_checkpoint(MODEL)
 
     def work(work: Work, progress: Callable[[int], None]) -> None:
@@ -53,23 +54,22 @@ def test_a_plan_needs_no_data() -> None:
 def test_conversion_runs_it_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
     ran: list[str] = []
     source, output = doubled(ran)()
-    result = convert(source, output, tmp_path / "out", verify=False)
+    result = convert_alone(source, output, tmp_path / "out", verify=False)
     written = open_checkpoint(tmp_path / "out")
     assert torch.equal(written.tensors[NAME].read(), source.tensors[NAME].read() * 2)
     assert ran == ["began"] and result.record["calibration"] == [{"factor": 2}]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    again = convert(
-        *doubled(ran)(), tmp_path / "out", verify=False
-    )  # known by its plan: nothing runs
+    # The output is recognised by its plan, so nothing runs.
+    again = convert_alone(*doubled(ran)(), tmp_path / "out", verify=False)
     assert again.already and ran == ["began"]
 
 
 def test_an_interrupted_one_writes_nothing_and_is_run_again(tmp_path: Path) -> None:
     ran: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        convert(*doubled(ran, fail=True)(), tmp_path / "out", verify=False)
+        convert_alone(*doubled(ran, fail=True)(), tmp_path / "out", verify=False)
     assert not (tmp_path / "out").exists()
-    convert(*doubled(ran)(), tmp_path / "out", verify=False)
+    convert_alone(*doubled(ran)(), tmp_path / "out", verify=False)
     assert ran == ["began", "began"] and [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
@@ -89,7 +89,7 @@ def test_a_broken_promise_is_a_bug() -> None:
 
 
 def test_a_thread_that_reads_waits_for_the_one_that_prepares() -> None:
-    """A loader reads many tensors at once: none may see the folder before its file is there."""
+    """A loader reads many tensors at once: none may look for its file before it has been made."""
 
     def run(work: Work, progress: Any) -> None:
         time.sleep(0.05)

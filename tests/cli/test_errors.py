@@ -54,7 +54,7 @@ def without_an_up_projection(folder: Path) -> None:
 FAILURES = {
     "no weights": (no_weights, ("no weights in", "model.safetensors")),
     "GGUF": (gguf, ("GGUF is an inference format",)),
-    "truncated": (truncated, ("model.safetensors", "fetch it again")),
+    "truncated": (truncated, ("model.safetensors", "download it again")),
     "unsupported": (edit_config(model_type="mamba9"), ("mamba9", "surgery families")),
     "no model_type": (edit_config(model_type=None), ("model_type",)),
     "quantised": (

@@ -1,8 +1,7 @@
-"""The tables of families say of config.json what the classes of transformers assume, in both
-versions.
+"""The defaults in the tables of families are those of transformers, in both versions.
 
-A conversion writes these values out, because the class that it goes into assumes others. A wrong
-one gives a model that loads without a complaint and is another function.
+A conversion writes these values out, because the target's class assumes different ones. A wrong
+value gives a model that loads without a complaint and computes another function.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from surgery.operations.upcycle import upcycle
 SIZES = {"num_attention_heads": 4, "hidden_size": 32}
 WITH_DEFAULTS = [t for t, f in DENSE.items() if f.defaults]
 NOT_IN_4 = {"nemotron_h"}
-NEEDED: dict[str, dict[str, Any]] = {
-    "mistral glm4_moe": {"sliding_window": None}
-}  # what a route requires
-# What is another class's by nature
+# Fields that a route requires.
+NEEDED: dict[str, dict[str, Any]] = {"mistral glm4_moe": {"sliding_window": None}}
+# Fields that differ by nature.
 IDENTITY = {
     "model_type",
     "architectures",
@@ -39,14 +37,14 @@ IDENTITY = {
 
 
 def keys_of(model_type: str) -> list[str]:
-    """The config keys that a family's row names."""
+    """Return the config keys that a family's row names."""
     f = known()[model_type]
     keys = [f.hidden_key, f.width_key, f.layers_key, f.activation_key]
     return [k for k in (*keys, *((f.experts_key, f.top_k_key) if f.is_moe else ())) if k]
 
 
 def silent_pair(model_type: str, target: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A config.json that says sizes alone, and that of its upcycled model."""
+    """Return a config.json that has sizes alone, and that of the upcycled model."""
     checkpoint = fake(model_type, **NEEDED.get(f"{model_type} {target}", {}))
     result = upcycle(checkpoint, experts=2, target=target)
     return dict(checkpoint.config), json.loads(make_plan(result).small["config.json"])
@@ -57,6 +55,7 @@ ROUTE_NAMES = [f"{r.source} {r.target}" for r in ROUTES]
 
 @pytest.fixture(scope="module")
 def in_4(run_transformers_4: Any) -> dict[str, Any]:
+    """The fields that the classes of transformers 4 make of all configs, read in one process."""
     job: dict[str, Any] = {}
     for t in known():
         config = {"model_type": t, **(SIZES if t in WITH_DEFAULTS else {})}
@@ -105,27 +104,23 @@ def test_the_row_names_keys_of_the_class_in_4(model_type: str, in_4: dict[str, A
 
 
 def meaning(config: dict[str, Any]) -> dict[str, Any]:
-    """What classes write in different ways made the same: windows that are off, heads and ropes
-    that are whole.
+    """Return the config with one form for what classes write in different ways.
+
+    These are windows that are off, the usual head_dim, and rotary embeddings of whole heads.
     """
     size = config["hidden_size"] // config["num_attention_heads"]
-    out = config | {
-        "sliding_window": config.get("sliding_window") or None,
-        "head_dim": config.get("head_dim") or size,
-    }
+    window, head_dim = config.get("sliding_window") or None, config.get("head_dim") or size
+    out = config | {"sliding_window": window, "head_dim": head_dim}
     if rope := config.get("rope_parameters"):
-        out["rope_parameters"] = {
-            k: v for k, v in rope.items() if (k, v) != ("partial_rotary_factor", 1.0)
-        }
+        whole = ("partial_rotary_factor", 1.0)
+        out["rope_parameters"] = {k: v for k, v in rope.items() if (k, v) != whole}
     return out
 
 
 def check_same_meaning(source: dict[str, Any], output: dict[str, Any], route: str) -> None:
-    """Every field that both classes have is the same, but for those that the route means to
-    change.
-    """
+    """Assert that every field that both classes have is equal, unless the route changes it."""
     meant = next(set(r.config) for r in ROUTES if f"{r.source} {r.target}" == route)
-    source, output = meaning(source), meaning(output)  # transformers 4 has no rope_parameters
+    source, output = meaning(source), meaning(output)
     fields = (set(source) & set(output)) - IDENTITY - meant
     assert len(fields) > 15
     assert {k: (source[k], output[k]) for k in sorted(fields) if source[k] != output[k]} == {}
@@ -133,7 +128,7 @@ def check_same_meaning(source: dict[str, Any], output: dict[str, Any], route: st
 
 @pytest.mark.parametrize("route", ROUTE_NAMES)
 def test_a_silent_config_keeps_its_meaning(route: str) -> None:
-    """Whatever field the two classes share and default differently must have been written out."""
+    """Every field that the two classes share but default differently must have been written."""
     source, output = silent_pair(*route.split())
     check_same_meaning(fields_of(source) or {}, fields_of(output) or {}, route)
 

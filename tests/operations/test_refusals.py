@@ -68,8 +68,8 @@ def test_impossible_options_are_wrong_usage(options: dict[str, Any], seen: str) 
             "mixtral has experts in every layer",
             "leave --layers out",
         ),
-        (LLAMA, {"target": "qwen3_moe"}, "llama does not go into qwen3_moe", "--target auto"),
-        (fake("opt"), {"target": "mixtral"}, "opt does not go into mixtral", "--target auto"),
+        (LLAMA, {"target": "qwen3_moe"}, "qwen3_moe cannot hold this llama", "--target auto"),
+        (fake("opt"), {"target": "mixtral"}, "mixtral cannot hold this opt", "--target auto"),
         (fake("llama", mlp_bias=True), {"target": "mixtral"}, "mlp_bias is True", "--target auto"),
         (
             fake("llama", attention_bias=True),
@@ -156,7 +156,7 @@ def test_what_travels_because_of_that(
     result = upcycle(checkpoint, **options)
     step = result.steps[-1]
     assert step.parameters["target"] == "surgery" and step.exact and result.custom_code
-    assert why in step.notes[0] and step.notes[0].endswith(": so it travels with its code")
+    assert why in step.notes[0] and step.notes[0].endswith(", so it becomes a custom-code block")
     assert result.config["model_type"] == f"surgery_{checkpoint.config['model_type']}"
     assert {f.name for f in result.files} == {
         "modeling_surgery.py",

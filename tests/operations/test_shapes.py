@@ -210,7 +210,7 @@ def test_a_width_that_grouped_kernels_refuse_is_said() -> None:
         ("qwen3", {"shared": 1}, "glm4_moe", "dots1 could too (qwen3_moe has no shared expert)"),
         ("qwen3", {"layers": [1]}, "qwen3_moe", "dots1 can keep only the first layers dense"),
         ("olmo2", {}, "flex_olmo", "flex_olmo holds this olmo2 exactly in this shape"),
-        ("phi3", {}, "glm4_moe", "mixtral not: partial_rotary_factor is 0.5"),
+        ("phi3", {}, "glm4_moe", "mixtral cannot: partial_rotary_factor is 0.5"),
     ],
 )
 def test_auto_says_why(model: str, options: dict[str, Any], target: str, said: str) -> None:
@@ -306,13 +306,13 @@ def test_impossible_shapes_are_wrong_usage(
         (
             "olmo2",
             {"shared": 1},
-            "flex_olmo has no shared expert); the block of surgery shares parts of the MLP",
+            "flex_olmo has no shared expert); the custom-code block can share a part of the MLP",
             "another shape",
         ),
         (
             "olmo2",
             {"shared": 1, "target": "surgery"},
-            "the block of surgery shares parts of the MLP",
+            "the custom-code block can share a part of the MLP",
             "another shape",
         ),
         (
@@ -348,7 +348,7 @@ def test_impossible_shapes_are_wrong_usage(
         (
             "qwen3",
             {"target": "dots1", "experts": 1, "top_k": 1},
-            "dots1 chooses among two experts",
+            "dots1 needs at least two experts",
             "another shape",
         ),
     ],

@@ -1,5 +1,8 @@
-"""What disks and sources do in the middle of a conversion: one error that names the file, nothing
-that looks whole, and the same command goes on to the bytes of an unbroken run."""
+"""Faults of disks and sources in the middle of a conversion.
+
+Each is one error that names the file. The output never looks complete, and the same command then
+finishes it with the bytes of an uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +27,7 @@ from surgery.proof.integrity import damaged_shards
 from surgery.storage import open_checkpoint
 from surgery.storage.digest import HEADER
 from surgery.storage.record import read_record
-from surgery.workflow import convert as conversion
-from surgery.workflow.convert import Result
+from surgery.workflow.convert import Result, convert_alone
 from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.verify import verify_folder
 
@@ -37,14 +40,12 @@ def source(tmp_path: Path) -> Checkpoint:
 
 
 class After(Silent):
-    """Calls `happens` once, when `written` bytes of shards have been written."""
+    """An observer that calls `happens` once, when `written` bytes of shards have been written."""
 
     def __init__(self, written: int, happens: Callable[[], None]) -> None:
         self.left, self.happens = written, happens
 
     def stage(self, title: str, total: int, unit: str) -> Any:
-        from contextlib import nullcontext
-
         return nullcontext(self.advance if title == "writing" else lambda n: None)
 
     def advance(self, n: int) -> None:
@@ -64,13 +65,13 @@ def convert(
     source: Checkpoint, out: Path, kind: str = "extents", observer: Observer | None = None
 ) -> Result:
     size = None if kind == "verbatim" else 150_000
-    return conversion.convert_alone(
+    return convert_alone(
         source, KINDS[kind](source), out, max_shard_size=size, verify=False, observer=observer
     )
 
 
 def assert_not_whole(out: Path, whole: Path) -> None:
-    """It does not open, and a shard that has its name has its bytes."""
+    """Assert that an output does not open, and that the shards under their final names are done."""
     with pytest.raises(SurgeryError):
         open_checkpoint(out)
     expected = files_of(whole)
@@ -95,6 +96,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> None:
+    """Fill the disk, as another program may."""
     with (folder / "another's").open("wb") as f:
         try:
             while True:
@@ -107,7 +109,7 @@ def fill(folder: Path) -> None:
 def test_a_disk_that_another_fills(
     kind: str, source: Checkpoint, tmp_path: Path, small_disk: Path
 ) -> None:
-    """There was room when it began."""
+    """Another program fills the disk after the conversion has found enough room."""
     convert(source, tmp_path / "whole", kind)
     out = small_disk / "out"
     with pytest.raises(
@@ -140,8 +142,9 @@ def test_a_call_that_fails(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the system refuses, at every third such call in turn; a run in which nothing fails
-    finishes.
+    """Whatever call the system refuses, the error names the file, and a later run finishes.
+
+    Calls fail one after another, each run getting further: the third one, the sixth one, …
     """
     convert(source, tmp_path / "whole", kind)
     name, out, failures = {"rename": "replace"}.get(call, call), tmp_path / "out", 0
@@ -161,11 +164,8 @@ def test_a_call_that_fails(
             convert(source, out, kind)
             break
         except SurgeryError as e:
-            assert (
-                os.strerror(code) in e.message
-                and f"cannot write {out}" in e.message
-                and "run the same command again" in e.hint
-            )
+            assert os.strerror(code) in e.message and f"cannot write {out}" in e.message
+            assert "run the same command again" in e.hint
             failures += 1
         if not (out / "config.json").exists():
             assert_not_whole(out, tmp_path / "whole")
@@ -174,20 +174,10 @@ def test_a_call_that_fails(
 
 
 def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
-    """The same through the command line: two lines, exit code 1, and it goes on where the limit is
-    lifted.
-    """
+    """The command line prints two lines and exits with 1, and finishes once the limit is lifted."""
     write_llama(tmp_path / "m", shards=3, **SIZES)
-    command = (
-        "relufy",
-        "m",
-        "--repair",
-        "none",
-        "--no-verify",
-        "--max-shard-size",
-        "150KB",
-        "--out",
-    )
+    size = ("--max-shard-size", "150KB")
+    command = ("relufy", "m", "--repair", "none", "--no-verify", *size, "--out")
     assert surgery(*command, "whole", cwd=tmp_path).code == 0
 
     def limit() -> None:
@@ -201,12 +191,9 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
         text=True,
         preexec_fn=limit,
     )
-    assert_two_lines(
-        Ran(done.returncode, done.stdout, done.stderr),
-        "cannot write out/model-00001-of-",
-        "File too large",
-        "free some space",
-    )
+    ran = Ran(done.returncode, done.stdout, done.stderr)
+    words = ("cannot write out/model-00001-of-", "File too large", "free some space")
+    assert_two_lines(ran, *words)
     assert_not_whole(tmp_path / "out", tmp_path / "whole")
     assert surgery(*command, "out", cwd=tmp_path).code == 0
     same = {n: d for n, d in files_of(tmp_path / "out").items() if n.startswith("model")}
@@ -221,17 +208,16 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
 def test_a_source_that_changes_meanwhile(
     kind: str, what: str, source: Checkpoint, tmp_path: Path
 ) -> None:
-    """Zeros or a short shard in its place would look whole."""
+    """A source that changes is an error: zeros or a short shard would look like a model."""
     convert(source, tmp_path / "whole", kind)
-    shard, kept, out = (
-        tmp_path / "m" / "model-00003-of-00003.safetensors",
-        tmp_path / "kept",
-        tmp_path / "out",
-    )
+    shard = tmp_path / "m" / "model-00003-of-00003.safetensors"
+    kept, out = tmp_path / "kept", tmp_path / "out"
     shutil.copy2(shard, kept)
-    happens = (
-        shard.unlink if what == "removed" else lambda: os.truncate(shard, shard.stat().st_size - 10)
-    )
+
+    def truncate() -> None:
+        os.truncate(shard, shard.stat().st_size - 10)
+
+    happens = shard.unlink if what == "removed" else truncate
     with pytest.raises(SurgeryError, match=r"model-00003-of-00003\.safetensors") as e:
         convert(source, out, kind, After(1, happens))
     assert "then run the same command again" in e.value.hint
@@ -242,39 +228,42 @@ def test_a_source_that_changes_meanwhile(
 
 
 def test_a_source_of_links_is_read_and_never_written(tmp_path: Path) -> None:
-    """As the hub cache has it: files are links to blobs that other snapshots share. Even where an
-    output's file is a hard link, the next conversion into that folder replaces it and leaves the
-    blob alone."""
+    """A source in the Hub cache consists of links to blobs, which other snapshots share.
+
+    Even where a file of the output is a hard link to a blob, the next conversion into that folder
+    replaces the link and leaves the blob alone.
+    """
     write_llama(tmp_path / "m", shards=3, **SIZES)
     blobs = tmp_path / "blobs"
     blobs.mkdir()
     for path in (tmp_path / "m").iterdir():
         path.rename(blobs / path.name)
         path.symlink_to(Path("../blobs") / path.name)
-    before, modes = (
-        files_of(blobs),
-        {p: (p.stat().st_mtime_ns, p.stat().st_mode) for p in blobs.iterdir()},
-    )
+
+    def state() -> dict[Path, tuple[int, int]]:
+        return {p: (p.stat().st_mtime_ns, p.stat().st_mode) for p in blobs.iterdir()}
+
+    before, modes = files_of(blobs), state()
     source = open_checkpoint(tmp_path / "m")
-    for out in (tmp_path / "out", tmp_path / "linked"):
-        convert(
-            source, relufy(source, repair="none"), out, verify=False, hardlink=out.name == "linked"
-        )
+    output, linked = relufy(source, repair="none"), tmp_path / "linked"
+    for out in (tmp_path / "out", linked):
+        convert_alone(source, output, out, verify=False, hardlink=out == linked)
         assert not any(p.is_symlink() for p in out.rglob("*"))
-    (tmp_path / "linked" / "config.json").unlink()
-    (tmp_path / "linked" / "model-00001-of-00003.safetensors").unlink()
-    convert(source, relufy(source, repair="none"), tmp_path / "linked", verify=False)
-    assert files_of(blobs) == before and modes == {
-        p: (p.stat().st_mtime_ns, p.stat().st_mode) for p in blobs.iterdir()
-    }
+    (linked / "config.json").unlink()
+    (linked / "model-00001-of-00003.safetensors").unlink()
+    convert_alone(source, output, linked, verify=False)
+    assert files_of(blobs) == before and state() == modes
     assert all(p.is_symlink() for p in (tmp_path / "m").iterdir())
 
 
 def test_a_shard_is_on_the_disk_before_it_has_its_name(
     source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a power failure a name stands for the bytes: every file is synced under its temporary
-    name, then renamed; the folder is synced last."""
+    """After a power failure, a file with its final name must have its bytes.
+
+    So every file is synced under its temporary name and then renamed, and the folder is synced
+    last.
+    """
     done: list[tuple[str, str]] = []
     sync, replace = os.fsync, os.replace
 
@@ -301,7 +290,8 @@ def test_a_shard_is_on_the_disk_before_it_has_its_name(
 # --- the output -----------------------------------------------------------------------------------
 
 
-def verified(source: Checkpoint, out: Path) -> tuple[str, ...]:
+def damage_of(source: Checkpoint, out: Path) -> tuple[str, ...]:
+    """Return what the verification says of damaged shards."""
     rows = {r.check: r for r in verify_folder(source, out).rows}
     assert not rows["shards damaged"].passed
     return rows["shards damaged"].detail
@@ -311,30 +301,31 @@ def verified(source: Checkpoint, out: Path) -> tuple[str, ...]:
 def test_a_flipped_bit_is_found_in_its_tensor(
     kind: str, source: Checkpoint, tmp_path: Path
 ) -> None:
-    """The verification names the shard, and the tensor or the header; bits back in place, nothing
-    is wrong.
+    """The verification names the shard and the tensor or header in which a bit was flipped.
+
+    When the bits have been flipped back, it finds nothing.
     """
     out = tmp_path / "out"
     size = None if kind == "verbatim" else 150_000
-    convert(source, KINDS[kind](source), out, max_shard_size=size)
+    convert_alone(source, KINDS[kind](source), out, max_shard_size=size)
     found = open_checkpoint(out)
     for name in ("model.layers.2.self_attn.q_proj.weight", "lm_head.weight", "model.norm.weight"):
         extent = found.tensors[name].extents[0]
         flip(out / extent.file.name, extent.offset + extent.length - 1)
-        (detail,) = verified(source, out)
-        assert detail.startswith(f"{extent.file.name} has sha256 ") and detail.endswith(
-            f": {name} differs"
-        )
+        (detail,) = damage_of(source, out)
+        assert detail.startswith(f"{extent.file.name} has sha256 ")
+        assert detail.endswith(f": {name} differs")
         flip(out / extent.file.name, extent.offset + extent.length - 1)
     shard = next(out.glob("model-00001*"))
     flip(shard, 20)
-    (detail,) = verified(source, out)
+    (detail,) = damage_of(source, out)
     assert shard.name in detail and f"{HEADER} differs" in detail
     flip(shard, 20)
     assert damaged_shards(out, read_record(out)["shards"])[0] == []
 
 
 def flip(path: Path, position: int) -> None:
+    """Flip one bit of the byte at a position of a file."""
     with path.open("r+b") as f:
         f.seek(position)
         (byte,) = f.read(1)
@@ -343,9 +334,11 @@ def flip(path: Path, position: int) -> None:
 
 
 def test_a_shard_that_a_killed_run_left_is_covered_too(source: Checkpoint, tmp_path: Path) -> None:
-    """It was not hashed when it was written; the record is that of an unbroken run all the same."""
+    """A shard of a killed run was not hashed when it was written, but the record must have its
+    hash.
+    """
     whole, out = tmp_path / "whole", tmp_path / "out"
-    convert(source, upcycle(source, experts=2), whole, max_shard_size=150_000)
+    convert_alone(source, upcycle(source, experts=2), whole, max_shard_size=150_000)
 
     class Killed(Exception):  # noqa: N818
         pass
@@ -353,13 +346,8 @@ def test_a_shard_that_a_killed_run_left_is_covered_too(source: Checkpoint, tmp_p
     def kill() -> None:
         raise Killed
 
+    output, after = upcycle(source, experts=2), After(400_000, kill)
     with pytest.raises(Killed):
-        convert(
-            source,
-            upcycle(source, experts=2),
-            out,
-            max_shard_size=150_000,
-            observer=After(400_000, kill),
-        )
-    assert convert(source, upcycle(source, experts=2), out, max_shard_size=150_000).resumed >= 1
+        convert_alone(source, output, out, max_shard_size=150_000, observer=after)
+    assert convert_alone(source, output, out, max_shard_size=150_000).resumed >= 1
     assert files_of(out)["surgery.json"] == files_of(whole)["surgery.json"]

@@ -1,4 +1,4 @@
-"""A few thousand inputs of the fuzzer, and what it has found once."""
+"""A few thousand inputs of the fuzzer, and the failures that it has found before."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import pytest
 from support import llama_config, write_llama
 
 from surgery.errors import SurgeryError
+from surgery.operations.relufy import relufy
+from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint
 from surgery.workflow import recipe
-from surgery.workflow.convert import convert
+from surgery.workflow.convert import convert_alone
 from surgery.workflow.verify import verify_folder
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
 
 
 def test_broken_and_hostile_files(tmp_path: Path) -> None:
+    """Every file of the fuzzer is read or refused, and some of each kind are read, some refused."""
     spec = importlib.util.spec_from_file_location("fuzz", SCRIPT)
     assert spec and spec.loader
     fuzz = importlib.util.module_from_spec(spec)
@@ -27,16 +30,12 @@ def test_broken_and_hostile_files(tmp_path: Path) -> None:
     counts, findings = fuzz.fuzz(2000, 1, None, tmp_path)
     assert not findings, "\n".join(findings[:5])
     assert sum(sum(c.values()) for c in counts.values()) == 2000
-    assert all(c["read"] and c["refused"] for c in counts.values()), (
-        counts
-    )  # the changes are neither idle nor hopeless
+    assert all(c["read"] and c["refused"] for c in counts.values()), counts
 
 
 CONFIGS: tuple[tuple[dict[str, Any], str], ...] = (
-    (
-        {"model_type": "../../tmp/x"},
-        "model_type is '../../tmp/x'",
-    ),  # is a part of a path while transformers reads the config
+    # transformers makes a path of model_type while it reads the config.
+    ({"model_type": "../../tmp/x"}, "model_type is '../../tmp/x'"),
     ({"hidden_size": "32"}, "hidden_size is '32'"),
     ({"num_attention_heads": 0}, "num_attention_heads is 0"),
     ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000"),
@@ -55,8 +54,6 @@ def test_a_config_that_no_model_has(fields: dict[str, Any], message: str, tmp_pa
 
 
 def test_a_field_that_is_needed_is_named(tmp_path: Path) -> None:
-    from surgery.operations.upcycle import upcycle
-
     write_llama(tmp_path)
     config = llama_config()
     del config["hidden_size"]
@@ -65,16 +62,19 @@ def test_a_field_that_is_needed_is_named(tmp_path: Path) -> None:
         upcycle(open_checkpoint(tmp_path), experts=2)
 
 
+def billion_laughs() -> str:
+    """Return a short YAML text whose value has 9 ** 12 lists, each alias standing for nine."""
+    text = "a: &a [x, x]\n"
+    for i in range(12):
+        aliases = [f"*a{i - 1}" if i else "*a"] * 9
+        text += f"a{i}: &a{i} [{', '.join(aliases)}]\n"
+    return text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "a: &a [x, x]\n"
-            + "".join(
-                f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else '*a'] * 9)}]\n" for i in range(12)
-            ),
-            "keys",
-        ),
+        (billion_laughs(), "keys"),
         ("&r [*r]", "inside more than"),
         ("[" * 100_000, "brackets"),
         ("operations:\n- operation: relufy\n  layers: 0-99999999999\n", "does not name layers"),
@@ -92,12 +92,10 @@ def test_a_recipe_that_would_take_for_ever(text: str, message: str) -> None:
     "name", ["../../etc/passwd", "/dev/zero", "sub/model.safetensors", "config.json"]
 )
 def test_a_record_that_names_files_elsewhere(name: str, tmp_path: Path) -> None:
-    """Reading /dev/zero has no end."""
+    """A record names files in its own folder only: hashing /dev/zero would never end."""
     source = open_checkpoint(write_llama(tmp_path / "m"))
     out = tmp_path / "out"
-    from surgery.operations.relufy import relufy
-
-    convert(source, relufy(source, repair="none"), out, verify=False)
+    convert_alone(source, relufy(source, repair="none"), out, verify=False)
     record = json.loads((out / "surgery.json").read_text())
     record["shards"][name] = {"bytes": 1, "sha256": None}
     (out / "surgery.json").write_text(json.dumps(record))

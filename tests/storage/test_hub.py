@@ -1,5 +1,6 @@
-"""Models of the Hub, against a server on localhost and the real `huggingface_hub`: what is fetched,
-and what fails how.
+"""Models on the Hub: what is downloaded, and how failures are reported.
+
+The real `huggingface_hub` talks to a server on localhost.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from support import Ran, assert_two_lines, environment, files_of, surgery, write_llama
 
 from surgery.errors import SurgeryError
-from surgery.storage.files import hub_errors
+from surgery.storage.hub import hub_errors
 from surgery.storage.writer import SLACK
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 NAME = "tiny/llama"
+RELUFY = ("relufy", NAME, "--repair", "none", "--no-verify")
 UNNEEDED = ("original/consolidated.pth", "pytorch_model.bin", "README.md", "flax_model.msgpack")
 SIZES = {"layers": 4, "hidden": 128, "ff": 512, "vocab": 2000}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """3.5 MB of weights in two shards, and beside them what must stay where it is."""
+    """3.5 MB of weights in two shards, and beside them files that must not be downloaded."""
     folder = write_llama(tmp_path_factory.mktemp("hub") / "model", shards=2, **SIZES)
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     (folder / "generation_config.json").write_text('{"do_sample": true}')
@@ -42,6 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(model: Path) -> Iterator[FakeHub]:
+    """A Hub that has the model."""
     with FakeHub() as hub:
         hub.add(NAME, model)
         yield hub
@@ -50,10 +53,14 @@ def hub(model: Path) -> Iterator[FakeHub]:
 def on(
     hub: FakeHub | str, home: Path, *arguments: object, cwd: Path | None = None, **variables: str
 ) -> Ran:
-    """The command line against this Hub, with its cache below `home`."""
+    """Run the command line against a Hub, with its cache below `home`."""
+    return surgery(*arguments, cwd=cwd, **{**variables_of(hub, home), **variables})
+
+
+def variables_of(hub: FakeHub | str, home: Path) -> dict[str, str]:
+    """Return the environment variables that make `huggingface_hub` use this Hub and cache."""
     endpoint = hub if isinstance(hub, str) else hub.endpoint
-    defaults = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_XET": "1"}
-    return surgery(*arguments, cwd=cwd, **{**defaults, **variables})
+    return {"HF_ENDPOINT": endpoint, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_XET": "1"}
 
 
 def weights_served(hub: FakeHub) -> int:
@@ -61,24 +68,26 @@ def weights_served(hub: FakeHub) -> int:
 
 
 def test_inspect_reads_headers_alone(hub: FakeHub, model: Path, tmp_path: Path) -> None:
-    """70B models are weighed on a laptop: per shard one request of 256 kB, and no file of weights
-    in the cache.
+    """Inspecting takes one request of 256 kB per shard and leaves no weights in the cache.
+
+    Only so can a 70B model be inspected on a laptop.
     """
     ran = on(hub, tmp_path, "inspect", NAME, "--json")
     assert ran.code == 0, ran.err
     local = surgery("inspect", model, "--json")
     assert ran.json == local.json
-    assert (
-        weights_served(hub) <= 2 * 256 * 1024 < sum((model / s).stat().st_size for s in SHARDS) / 5
-    )
+    weights = sum((model / s).stat().st_size for s in SHARDS)
+    assert weights_served(hub) <= 2 * 256 * 1024 < weights / 5
     assert [hub.requests[f"GET {s}"] for s in SHARDS] == [1, 1]
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
     assert not any(hub.served[f"{NAME}/{n}"] for n in UNNEEDED)
 
 
 def test_upcycle_fetches_what_it_needs(hub: FakeHub, model: Path, tmp_path: Path) -> None:
-    """Each shard once; neither a second format nor the original weights. The output is that of a
-    local source, and its record names the commit, not the branch."""
+    """Each shard is downloaded once, and neither another format nor the original weights.
+
+    The output equals that of a local source, and its record names the commit, not the branch.
+    """
     commit = hub.repositories[NAME].refs["main"]
     ran = on(hub, tmp_path, "upcycle", f"{NAME}@main", "--no-verify", "--json", cwd=tmp_path)
     assert ran.code == 0, ran.err
@@ -86,34 +95,28 @@ def test_upcycle_fetches_what_it_needs(hub: FakeHub, model: Path, tmp_path: Path
     assert ran.json["source"] == {"location": NAME, "revision": commit}
     for shard in SHARDS:
         size = (model / shard).stat().st_size
-        assert (
-            size <= hub.served[f"{NAME}/{shard}"] <= size + 256 * 1024
-        )  # the header, then the file
-    assert not any(
-        hub.served[f"{NAME}/{n}"] for n in UNNEEDED if n != "README.md"
-    )  # of which the metadata is needed
+        # The header is read first, then the whole file.
+        assert size <= hub.served[f"{NAME}/{shard}"] <= size + 256 * 1024
+    # The card takes over the metadata of README.md.
+    assert not any(hub.served[f"{NAME}/{n}"] for n in UNNEEDED if n != "README.md")
     assert surgery("upcycle", model, "--no-verify", "--out", tmp_path / "local").code == 0
     ours, local = files_of(out), files_of(tmp_path / "local")
     assert set(ours) == set(local) and {"tokenizer.json", "generation_config.json"} <= set(ours)
-    differ = {"surgery.json", "README.md", "recipe.yaml"}  # which name the source
-    assert {n: d for n, d in ours.items() if n not in differ} == {
-        n: d for n, d in local.items() if n not in differ
-    }
+    for name in set(ours) - {"surgery.json", "README.md", "recipe.yaml"}:  # These name the source.
+        assert ours[name] == local[name], name
 
 
 def test_a_dry_run_fetches_no_weights(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     ran = on(hub, tmp_path, "upcycle", NAME, "--dry-run", "--json", cwd=tmp_path)
     assert ran.code == 0, ran.err
     assert ran.json["out"] == "llama-mixtral-8x-top2" and ran.json["bytes"] > 10_000_000
-    assert (
-        ran.json["download"]
-        == ran.json["download_disk"]
-        == sum((model / s).stat().st_size for s in SHARDS)
-    )
+    weights = sum((model / s).stat().st_size for s in SHARDS)
+    assert ran.json["download"] == ran.json["download_disk"] == weights
     assert weights_served(hub) <= 2 * 256 * 1024
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
+# The command line, and then the most bytes of weights that were below a folder at one time.
 MOST = """
 import pathlib, sys, threading, time, surgery.cli
 most, folder = 0, pathlib.Path(sys.argv.pop(1))
@@ -133,89 +136,58 @@ sys.exit(code)
 def test_streaming_keeps_no_copy(
     hub: FakeHub, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    """Five shards, two at most on the disk at a time, none afterwards; the output is the same. The
-    plan says how much is
-    downloaded: some twice, as the norms stand in the last shard, and twice more to be verified."""
+    """Of five shards two at most are on the disk at a time, and none afterwards.
+
+    The output is the same as without streaming. The plan says how much is downloaded: some shards
+    twice, because the norms are in the last one, and all of them twice more for the verification.
+    """
     model = write_llama(tmp_path_factory.mktemp("many") / "model", shards=5, **SIZES)
     sizes = sorted(p.stat().st_size for p in model.glob("*.safetensors"))
     hub.add("tiny/many", model)
     dry = ("upcycle", "tiny/many", "--experts", "2", "--stream", "--dry-run", "--json")
     verified, plan = (on(hub, tmp_path, *dry, *more).json for more in ((), ("--no-verify",)))
-    assert plan["download_disk"] == sum(sizes[-2:]) and sum(sizes) < plan["download"] < 2 * sum(
-        sizes
-    )
+    assert plan["download_disk"] == sum(sizes[-2:])
+    assert sum(sizes) < plan["download"] < 2 * sum(sizes)
     assert verified["download"] == plan["download"] + 2 * sum(sizes)
-    variables = {
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    command = [
-        sys.executable,
-        "-c",
-        MOST,
-        str(tmp_path / "hf"),
-        "upcycle",
-        "tiny/many",
-        "--experts",
-        "2",
-        "--stream",
-        "--no-verify",
-        "--quiet",
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    upcycle = (*dry[:5], "--no-verify", "--quiet", "--out")
+    script = [sys.executable, "-c", MOST, str(tmp_path / "hf")]
     hub.forget()
     done = subprocess.run(
-        command, env=environment(**variables), capture_output=True, text=True, timeout=120
+        [*script, *upcycle, str(tmp_path / "out")],
+        env=environment(**variables_of(hub, tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert sizes[-1] <= int(done.stdout) <= sum(sizes[-2:])
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
     served = sum(n for name, n in hub.served.items() if name.endswith(".safetensors"))
-    assert served == plan["download"] + sum(min(s, 256 * 1024) for s in sizes)  # and the headers
-    assert (
-        surgery("upcycle", model, "--experts", "2", "--no-verify", "--out", tmp_path / "local").code
-        == 0
-    )
+    headers = sum(min(s, 256 * 1024) for s in sizes)
+    assert served == plan["download"] + headers
+    ran = surgery("upcycle", model, "--experts", "2", "--no-verify", "--out", tmp_path / "local")
+    assert ran.code == 0
     ours, local = ((tmp_path / f / "model.safetensors").read_bytes() for f in ("out", "local"))
     assert ours == local
 
 
 def test_a_revision_is_pinned(hub: FakeHub, model: Path, tmp_path: Path) -> None:
-    """`owner/name@branch`, `--revision tag` and a commit: each gets its own weights, though main
-    has moved on.
-    """
-    first = hub.repositories[NAME].refs["main"]
-    other = {
-        n: d for n, d in hub.repositories[NAME].commits[first].items() if not n.startswith("model")
-    }
-    config = json.loads(other["config.json"]) | {"rms_norm_eps": 0.5}
-    moved = hub.add(
-        NAME,
-        {**hub.repositories[NAME].commits[first], "config.json": json.dumps(config).encode()},
-        ref="v2/next",
-    )
-    hub.repositories[NAME].refs["main"] = moved
+    """A commit, a branch and main each give their own files, after main has moved on."""
+    repository = hub.repositories[NAME]
+    first = repository.refs["main"]
+    files = repository.commits[first]
+    config = json.loads(files["config.json"]) | {"rms_norm_eps": 0.5}
+    changed = {**files, "config.json": json.dumps(config).encode()}
+    moved = hub.add(NAME, changed, ref="v2/next")
+    repository.refs["main"] = moved
     commands = (
         (NAME, moved, ()),
         (f"{NAME}@{first}", first, ()),
         (NAME, moved, ("--revision", "v2/next")),
     )
     for i, (name, commit, more) in enumerate(commands):
-        ran = on(
-            hub,
-            tmp_path,
-            "relufy",
-            name,
-            "--repair",
-            "none",
-            *more,
-            "--no-verify",
-            "--json",
-            "--out",
-            tmp_path / f"out{i}",
-        )
+        relufy = ("relufy", name, *RELUFY[2:], *more, "--json", "--out", tmp_path / f"out{i}")
+        ran = on(hub, tmp_path, *relufy)
         assert ran.code == 0, ran.err
         assert ran.json["source"]["revision"] == commit
         eps = json.loads((tmp_path / f"out{i}" / "config.json").read_text())["rms_norm_eps"]
@@ -223,26 +195,16 @@ def test_a_revision_is_pinned(hub: FakeHub, model: Path, tmp_path: Path) -> None
 
 
 def test_offline_with_a_cache(hub: FakeHub, tmp_path: Path) -> None:
-    """What a run has fetched serves the next without the Hub, by the branch's name too, though the
-    cache lacks the formats that were never needed. The output goes on being the same one: it is
-    pinned to the same commit."""
-    first = on(
-        hub, tmp_path, "relufy", NAME, "--repair", "none", "--no-verify", "--out", tmp_path / "out"
-    )
+    """What one run has downloaded serves the next one without the Hub, also by a branch's name.
+
+    The cache may lack the formats that were never needed. The output is recognised as the same one,
+    because it is pinned to the same commit.
+    """
+    command = (*RELUFY, "--out", tmp_path / "out")
+    first = on(hub, tmp_path, *command)
     assert first.code == 0, first.err
     hub.forget()
-    again = on(
-        hub,
-        tmp_path,
-        "relufy",
-        NAME,
-        "--repair",
-        "none",
-        "--no-verify",
-        "--out",
-        tmp_path / "out",
-        HF_HUB_OFFLINE="1",
-    )
+    again = on(hub, tmp_path, *command, HF_HUB_OFFLINE="1")
     assert again.code == 0 and "was there already" in again.out, again
     pinned = f"{NAME}@{hub.repositories[NAME].refs['main']}"
     assert on(hub, tmp_path, "inspect", pinned, HF_HUB_OFFLINE="1").code == 0
@@ -250,19 +212,9 @@ def test_offline_with_a_cache(hub: FakeHub, tmp_path: Path) -> None:
 
 
 def test_offline_with_half_a_cache(hub: FakeHub, tmp_path: Path) -> None:
-    """`inspect` has left the config and no weights: that is said, and what to do."""
+    """After `inspect` the cache has the config but no weights, and the error says so."""
     assert on(hub, tmp_path, "inspect", NAME).code == 0
-    ran = on(
-        hub,
-        tmp_path,
-        "relufy",
-        NAME,
-        "--repair",
-        "none",
-        "--no-verify",
-        cwd=tmp_path,
-        HF_HUB_OFFLINE="1",
-    )
+    ran = on(hub, tmp_path, *RELUFY, cwd=tmp_path, HF_HUB_OFFLINE="1")
     assert_two_lines(ran, "2 of 2 shards are absent")
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
@@ -275,33 +227,25 @@ def test_a_hub_that_is_busy_for_a_moment_is_asked_again(
     ran = on(hub, tmp_path, "upcycle", NAME, "--no-verify", "--out", tmp_path / "out")
     assert ran.code == 0 and "Traceback" not in ran.err and hub.busy == []
     assert surgery("upcycle", model, "--no-verify", "--out", tmp_path / "local").code == 0
-    weights = [
-        (tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "local")
-    ]
-    assert weights[0] == weights[1]
+    ours, local = ((tmp_path / f / "model.safetensors").read_bytes() for f in ("out", "local"))
+    assert ours == local
 
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_hub_that_is_busy_at_the_first_question(
     status: int, hub: FakeHub, tmp_path: Path
 ) -> None:
-    """huggingface_hub asks what a repository holds once."""
+    """huggingface_hub does not repeat the request for a listing, so a busy Hub is reported."""
     hub.busy, hub.busy_at = [status], f"/api/models/{NAME}"
     ran = on(hub, tmp_path, "upcycle", NAME, "--no-verify", cwd=tmp_path)
     assert_two_lines(ran, f"the Hub answers with error {status} for {NAME}", "try again later")
 
 
 def test_a_hub_that_stays_busy_is_not_a_missing_cache() -> None:
-    """Downloading gives up with "not in the cache", whose cause is the answer of the Hub, or that
-    there is none.
-    """
+    """A failed download raises "not in the cache"; the reason is the cause of that exception."""
+    answer = SimpleNamespace(status_code=504, headers={}, request=None)
     causes = (
-        (
-            HfHubHTTPError(
-                "busy", response=SimpleNamespace(status_code=504, headers={}, request=None)
-            ),
-            "answers with error 504",
-        ),
+        (HfHubHTTPError("busy", response=answer), "answers with error 504"),
         (ConnectionError("refused"), "cannot reach the Hub for a/b"),
         (ValueError("something else"), "a/b is not in the cache at main"),
     )
@@ -310,10 +254,13 @@ def test_a_hub_that_stays_busy_is_not_a_missing_cache() -> None:
             raise LocalEntryNotFoundError("not in the cache") from cause
 
 
+# The command line on a disk with FREE bytes free, and on a disk of the cache with CACHE bytes free.
 SMALL_DISK = """
 import os, shutil, surgery.cli
-usage = shutil._ntuple_diskusage
-shutil.disk_usage = lambda path: usage(10**12, 0, int(os.environ["CACHE" if "/hf" in str(path) else "FREE"]))
+def disk_usage(path):
+    free = int(os.environ["CACHE" if "/hf" in str(path) else "FREE"])
+    return shutil._ntuple_diskusage(10**12, 0, free)
+shutil.disk_usage = disk_usage
 surgery.cli.main()
 """
 
@@ -321,16 +268,12 @@ surgery.cli.main()
 def upcycle_with_space(
     hub: FakeHub, home: Path, out: Path, free: int, cache: int | None = None
 ) -> Ran:
-    """`upcycle` where the disk has `free` bytes free, and that of the cache `cache` where it is
-    another.
+    """Run `upcycle` with `free` bytes free on the disk.
+
+    `cache` is the free space of the cache's disk, by default the same.
     """
-    variables = {
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_HOME": str(home / "hf"),
-        "HF_HUB_DISABLE_XET": "1",
-        "FREE": str(free),
-        "CACHE": str(free if cache is None else cache),
-    }
+    space = {"FREE": str(free), "CACHE": str(free if cache is None else cache)}
+    variables = variables_of(hub, home) | space
     command = [sys.executable, "-c", SMALL_DISK, "upcycle", NAME, "--no-verify", "--out", str(out)]
     done = subprocess.run(
         command, env=environment(**variables), capture_output=True, text=True, timeout=120
@@ -340,26 +283,22 @@ def upcycle_with_space(
 
 @pytest.fixture(scope="module")
 def sizes(model: Path) -> tuple[int, int]:
-    """Bytes of weights of the model, and of what `upcycle` makes of it."""
+    """The bytes of the model's weights, and of the weights that `upcycle` makes of it."""
     plan = surgery("upcycle", model, "--dry-run", "--json").json
     return sum((model / s).stat().st_size for s in SHARDS), sum(s["bytes"] for s in plan["shards"])
 
 
 def test_downloads_need_space_too(hub: FakeHub, sizes: tuple[int, int], tmp_path: Path) -> None:
-    """Output and downloads on one disk: a byte less than both, both, and the output alone once the
-    cache has them.
-    """
+    """Output and downloads must fit on the disk together; a cached source needs no room again."""
     source, output = sizes
     ran = upcycle_with_space(hub, tmp_path, tmp_path / "out", source + output + SLACK - 1)
     both = f"needs {(source + output) / 1e9:.2f} GB with {source / 1e9:.2f} GB of downloads"
     assert_two_lines(ran, both, "--out")
     assert weights_served(hub) <= 2 * 256 * 1024 and not (tmp_path / "out").exists()
     assert upcycle_with_space(hub, tmp_path, tmp_path / "out", source + output + SLACK).code == 0
-    moved = {
-        **hub.repositories[NAME].commits[hub.repositories[NAME].refs["main"]],
-        "README.md": b"new",
-    }
-    hub.add(NAME, moved)  # another commit of the same weights
+    repository = hub.repositories[NAME]
+    files = repository.commits[repository.refs["main"]]
+    hub.add(NAME, {**files, "README.md": b"new"})  # another commit with the same weights
     ran = upcycle_with_space(hub, tmp_path, tmp_path / "again", output + SLACK)
     assert ran.code == 0, ran.err
 
@@ -372,18 +311,11 @@ def test_a_cache_on_another_disk_is_its_own_question(
     with tempfile.TemporaryDirectory(dir="/dev/shm") as home:
         if Path(home).stat().st_dev == tmp_path.stat().st_dev:
             pytest.skip("both are one file system")
-        ran = upcycle_with_space(
-            hub, Path(home), tmp_path / "out", output + SLACK, source + SLACK - 1
-        )
-        assert_two_lines(
-            ran, f"{home}/hf/hub needs {source / 1e9:.2f} GB of downloads", "HF_HUB_CACHE"
-        )
-        assert (
-            upcycle_with_space(
-                hub, Path(home), tmp_path / "out", output + SLACK, source + SLACK
-            ).code
-            == 0
-        )
+        out, free, cache = tmp_path / "out", output + SLACK, source + SLACK
+        ran = upcycle_with_space(hub, Path(home), out, free, cache - 1)
+        needs = f"{home}/hf/hub needs {source / 1e9:.2f} GB of downloads"
+        assert_two_lines(ran, needs, "HF_HUB_CACHE")
+        assert upcycle_with_space(hub, Path(home), out, free, cache).code == 0
 
 
 def closed_port() -> str:
@@ -414,7 +346,7 @@ def test_what_can_fail(
     model: Path,
     tmp_path: Path,
 ) -> None:
-    """Two lines that say which of them it was, quickly, and nothing written."""
+    """Each failure is two lines that say what it was, and nothing is written."""
     hub.add("tiny/gated", {"config.json": b"{}"}, gated=True)
     hub.add("tiny/empty", {"README.md": b""})
     hub.add("tiny/gguf", {"model.gguf": b""})
@@ -427,7 +359,7 @@ def test_what_can_fail(
 
 @pytest.mark.parametrize("kind", ["gated", "private"])
 def test_a_token_opens_what_is_closed(kind: str, hub: FakeHub, model: Path, tmp_path: Path) -> None:
-    """HF_TOKEN goes with every request: the listing, the headers by ranges, the files."""
+    """HF_TOKEN is sent with every request: for the listing, for headers by range, and for files."""
     hub.add("tiny/closed", model)
     setattr(hub.repositories["tiny/closed"], kind, True)
     dry = ("upcycle", "tiny/closed", "--dry-run", "--quiet")
@@ -442,18 +374,13 @@ def test_two_revisions_are_one_too_many(hub: FakeHub, tmp_path: Path) -> None:
 
 
 def test_a_path_is_never_asked_for(hub: FakeHub, tmp_path: Path) -> None:
-    """The names of folders on this disk are nobody's business."""
-    assert_two_lines(
-        on(hub, tmp_path, "inspect", "./absent/folder"), "no file or folder ./absent/folder"
-    )
+    """A path is never sent to the Hub: the names of folders are private."""
+    ran = on(hub, tmp_path, "inspect", "./absent/folder")
+    assert_two_lines(ran, "no file or folder ./absent/folder")
     assert not hub.requests
 
 
 def test_never_into_the_cache(hub: FakeHub, tmp_path: Path) -> None:
     out = tmp_path / "hf" / "hub" / "models--tiny--llama" / "out"
-    assert_two_lines(
-        on(hub, tmp_path, "relufy", NAME, "--repair", "none", "--no-verify", "--out", out),
-        "inside",
-        "--out",
-    )
+    assert_two_lines(on(hub, tmp_path, *RELUFY, "--out", out), "inside", "--out")
     assert not out.exists()

@@ -1,4 +1,4 @@
-"""The lock on an output folder: with the kernel's locks, and on a file system that has none."""
+"""The lock on an output folder, with kernel locks and on a file system that has none."""
 
 from __future__ import annotations
 
@@ -15,11 +15,20 @@ import pytest
 from surgery.errors import SurgeryError
 from surgery.storage.lock import HELD, held
 
-HOLD = "import sys, time; from pathlib import Path; from surgery.storage.lock import held\nwith held(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
+# Holds a folder, and prints a line when it does.
+HOLD = """
+import sys, time
+from pathlib import Path
+from surgery.storage.lock import held
+with held(Path(sys.argv[1])):
+    print(flush=True)
+    time.sleep(60)
+"""
 
 
 @pytest.fixture(params=["kernel locks", "none"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An output folder on a file system with kernel locks, and on one without."""
     if request.param == "none":
 
         def refuse(fd: int, operation: int) -> None:
@@ -30,14 +39,10 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_one_at_a_time(folder: Path) -> None:
+    busy = f"another process is writing .*out: {os.getpid()} on "
     with held(folder):
         for _ in range(2):
-            with (
-                pytest.raises(
-                    SurgeryError, match=f"another process is writing .*out: {os.getpid()} on "
-                ),
-                held(folder),
-            ):
+            with pytest.raises(SurgeryError, match=busy), held(folder):
                 raise AssertionError
     assert not folder.exists()
     with held(folder):
@@ -65,7 +70,10 @@ def test_one_that_was_killed_holds_no_more(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["none"], indirect=True)
 def test_without_kernel_locks_a_killed_one_is_told_by_its_pid(folder: Path) -> None:
-    """Of this machine; of another one the line says which file to remove."""
+    """The file of a process that has ended is taken over, if the process was on this machine.
+
+    For a process on another machine the hint says which file to remove.
+    """
     folder.mkdir()
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()

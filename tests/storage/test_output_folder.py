@@ -1,9 +1,8 @@
-"""The folder that is written: never one that is not ours, never half, and the same command twice is
-one conversion.
-"""
+"""The output folder: nothing foreign is overwritten, and repeating a command does no harm."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -20,8 +19,7 @@ from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint
 from surgery.storage.lock import held
 from surgery.storage.writer import MARKER
-from surgery.workflow import convert as conversion
-from surgery.workflow.convert import Result
+from surgery.workflow.convert import Result, convert_alone
 
 
 @pytest.fixture
@@ -30,30 +28,28 @@ def source(tmp_path: Path) -> Checkpoint:
 
 
 def convert(source: Checkpoint, out: Path, *, experts: int = 2, **options: bool) -> Result:
-    return conversion.convert_alone(
-        source,
-        upcycle(source, experts=experts),
-        out,
-        max_shard_size=20_000,
-        verify=False,
-        **options,
-    )
+    output = upcycle(source, experts=experts)
+    return convert_alone(source, output, out, max_shard_size=20_000, verify=False, **options)
 
 
 def test_a_finished_output_is_left_alone(source: Checkpoint, tmp_path: Path) -> None:
-    """Not a byte is written again: a model that is being served stays as it is."""
+    """No byte is written again, because the model may be in use."""
     out = tmp_path / "out"
+
+    def state() -> dict[Path, tuple[int, int]]:
+        return {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in out.iterdir()}
+
     assert not convert(source, out).already
-    before = {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in out.iterdir()}
+    before = state()
     assert convert(source, out).already
-    assert {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in out.iterdir()} == before
+    assert state() == before
 
 
 @pytest.mark.parametrize(
     "lost", ["model-00003-of-*.safetensors", "config.json", "model.safetensors.index.json"]
 )
 def test_a_lost_file_is_written_again(lost: str, source: Checkpoint, tmp_path: Path) -> None:
-    """surgery.json alone is no proof that the output is there."""
+    """surgery.json alone does not prove that the output is complete."""
     out = tmp_path / "out"
     convert(source, out)
     before = files_of(out)
@@ -63,20 +59,19 @@ def test_a_lost_file_is_written_again(lost: str, source: Checkpoint, tmp_path: P
 
 
 def test_another_command_is_refused(source: Checkpoint, tmp_path: Path) -> None:
-    """Into a finished output and into an interrupted one; both stay as they were."""
+    """Another command may write into neither a finished nor an interrupted output."""
     out = tmp_path / "out"
     convert(source, out)
     finished = files_of(out)
     with pytest.raises(SurgeryError, match="finished output of another command"):
         convert(source, out, experts=4)
     with pytest.raises(SurgeryError, match="finished output of another command"):
-        convert(source, relufy(source, repair="none"), out, verify=False)
+        convert_alone(source, relufy(source, repair="none"), out, verify=False)
     assert files_of(out) == finished
     (out / "surgery.json").unlink()
     (out / "config.json").unlink()
-    (out / MARKER).write_text(
-        json.dumps({"fingerprint": json.loads(finished["surgery.json"])["fingerprint"]})
-    )
+    fingerprint = json.loads(finished["surgery.json"])["fingerprint"]
+    (out / MARKER).write_text(json.dumps({"fingerprint": fingerprint}))
     interrupted = files_of(out)
     with pytest.raises(SurgeryError, match="unfinished output of another command"):
         convert(source, out, experts=4)
@@ -86,7 +81,10 @@ def test_another_command_is_refused(source: Checkpoint, tmp_path: Path) -> None:
 
 
 def test_another_source_is_another_command(source: Checkpoint, tmp_path: Path) -> None:
-    """The same names, shapes and options, other values: shards of two models must not be mixed."""
+    """A source with the same names and shapes but other values is another one.
+
+    Otherwise shards of two models could be mixed.
+    """
     convert(source, tmp_path / "out")
     other = llama_tensors(layers=4)
     other["model.norm.weight"] = torch.full((32,), 2.0, dtype=torch.bfloat16)
@@ -119,30 +117,25 @@ def test_an_empty_folder_and_one_killed_before_its_mark_are_taken(
 
 
 def test_never_into_the_source(source: Checkpoint, tmp_path: Path) -> None:
-    """By its name, below it, through `..` and through a symlink."""
+    """The source is recognised by its name, below it, through `..` and through a symlink."""
     before = files_of(tmp_path / "m")
     (tmp_path / "link").symlink_to(tmp_path / "m")
-    for out in (
-        tmp_path / "m",
-        tmp_path / "m" / "out",
-        tmp_path / "x" / ".." / "m" / "out",
-        tmp_path / "link" / "out",
-    ):
+    for out in ("m", "m/out", "x/../m/out", "link/out"):
         with pytest.raises(SurgeryError, match="inside the source"):
-            convert(source, out)
+            convert(source, tmp_path / out)
     assert files_of(tmp_path / "m") == before and not (tmp_path / "x").exists()
 
 
 def test_never_into_the_hub_cache(
     source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder among the snapshots would be taken for a download by every other tool."""
+    """Every other tool would take a folder among the snapshots for a download."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(SurgeryError, match="inside the hub cache"):
+    with pytest.raises(SurgeryError, match="inside the Hub cache"):
         convert(source, tmp_path / "cache" / "models--a--b" / "out")
     monkeypatch.delenv("HF_HUB_CACHE")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    with pytest.raises(SurgeryError, match="inside the hub cache"):
+    with pytest.raises(SurgeryError, match="inside the Hub cache"):
         convert(source, tmp_path / "home" / "hub" / "out")
     assert not (tmp_path / "cache").exists() and not (tmp_path / "home").exists()
 
@@ -157,33 +150,25 @@ def test_an_output_that_is_a_file(source: Checkpoint, tmp_path: Path) -> None:
 def test_a_small_disk_is_found_before_the_first_byte(
     source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not after hours, and without a folder left behind. What an interrupted run has written
-    already counts.
-    """
+    """A disk that is too small is an error at once, and no folder is left behind."""
     out = tmp_path / "a" / "b" / "out"
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(10**9, 10**9, 17 << 20)
-    )
-    big = llama_tensors(layers=1, vocab=60_000, hidden=64)
-    large = open_checkpoint(
-        write_llama(tmp_path / "large", tensors=big, layers=1, vocab=60_000, hidden=64)
-    )
+    usage = shutil._ntuple_diskusage(10**9, 10**9, 17 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    sizes = {"layers": 1, "vocab": 60_000, "hidden": 64}
+    large = open_checkpoint(write_llama(tmp_path / "large", **sizes))
     with pytest.raises(SurgeryError, match=r"needs 0\.02 GB and the disk has 0\.02 GB free"):
-        convert(large, upcycle(large), out, verify=False)
+        convert_alone(large, upcycle(large), out, verify=False)
     assert not (tmp_path / "a").exists()
-    convert(source, out)  # this one fits
+    convert(source, out)  # A small model fits.
 
 
 def test_a_second_process_is_refused(source: Checkpoint, tmp_path: Path) -> None:
-    """Two runs into one folder would write the same shard at once. The lock goes with the process
-    that held it.
-    """
+    """Two runs into one folder would write the same shard at once, so the second one is refused."""
     out = tmp_path / "out"
     with held(out):
         before = files_of(out)
-        with pytest.raises(
-            SurgeryError, match=f"another process is writing .*out: {os.getpid()} on "
-        ):
+        busy = f"another process is writing .*out: {os.getpid()} on "
+        with pytest.raises(SurgeryError, match=busy):
             convert(source, out)
         assert files_of(out) == before
     convert(source, out)
@@ -193,18 +178,19 @@ def test_a_second_process_is_refused(source: Checkpoint, tmp_path: Path) -> None
 def test_a_source_truncated_meanwhile_is_one_error(
     kind: str, source: Checkpoint, tmp_path: Path
 ) -> None:
-    """Zeros or a short shard in its place would look whole. What is left can not be opened."""
-    output = {
-        "computed": lambda: source.replace(
-            tensors={n: t.cast("F32") for n, t in source.tensors.items()}
-        ),
-        "extents": lambda: upcycle(source, experts=2),
-        "verbatim": lambda: relufy(source, repair="none"),
-    }[kind]()
+    """A source that was truncated is an error, and what has been written does not open.
+
+    Zeros or a short shard in its place would look like a model.
+    """
+    outputs = {
+        "computed": source.replace(tensors={n: t.cast("F32") for n, t in source.tensors.items()}),
+        "extents": upcycle(source, experts=2),
+        "verbatim": relufy(source, repair="none"),
+    }
     shard = tmp_path / "m" / "model-00003-of-00003.safetensors"
     shard.write_bytes(shard.read_bytes()[:-10])
     with pytest.raises(SurgeryError, match=r"model-00003-of-00003\.safetensors ended early"):
-        convert(source, output, tmp_path / "out", verify=False)
+        convert_alone(source, outputs[kind], tmp_path / "out", verify=False)
     with pytest.raises(SurgeryError):
         open_checkpoint(tmp_path / "out")
 
@@ -212,12 +198,7 @@ def test_a_source_truncated_meanwhile_is_one_error(
 def test_a_full_disk_midway_leaves_a_resumable_output(
     source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ENOSPC in the middle of a shard: the shards before it stay, and the same command finishes to
-    the same bytes.
-    """
-    import errno
-    import os
-
+    """When the disk is full in the middle of a shard, the finished shards stay and are used."""
     convert(source, tmp_path / "whole")
     real, calls = os.fsync, []
 
@@ -240,10 +221,7 @@ def test_a_full_disk_midway_leaves_a_resumable_output(
 def test_without_copy_file_range_the_bytes_are_the_same(
     source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other systems lack it and some file systems refuse it, perhaps after the first part."""
-    import errno
-    import os
-
+    """Some systems lack the call, and some file systems refuse it, perhaps after a first part."""
     convert(source, tmp_path / "kernel")
     real, calls = os.copy_file_range, []
 
@@ -258,8 +236,5 @@ def test_without_copy_file_range_the_bytes_are_the_same(
     monkeypatch.delattr(os, "copy_file_range")
     convert(source, tmp_path / "absent")
     assert len(calls) > 10
-    assert (
-        files_of(tmp_path / "refused")
-        == files_of(tmp_path / "kernel")
-        == files_of(tmp_path / "absent")
-    )
+    kernel = files_of(tmp_path / "kernel")
+    assert files_of(tmp_path / "refused") == kernel and files_of(tmp_path / "absent") == kernel

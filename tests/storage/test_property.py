@@ -1,8 +1,8 @@
-"""What is written is what was planned, whatever the shapes, dtypes, shard sizes and derivations;
-and what is killed between two writes goes on to the same bytes.
+"""Properties of writing, for any shapes, dtypes, shard sizes and derivations.
 
-Expected values are computed here by torch from the tensors that went into the source, not by the
-code under test.
+What is written is what was planned, and a run that was killed between two writes is finished with
+the same bytes. Expected values are computed here by torch from the tensors of the source, not by
+the code under test.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 FLOATS = ("F64", "F32", "F16", "BF16")
-RUNS = settings(max_examples=40, deadline=None, derandomize=True)  # the same in every run
+RUNS = settings(max_examples=40, deadline=None, derandomize=True)  # the same examples in every run
 
-Value = tuple[torch.Tensor, LazyTensor]  # what it must be, and how it is planned
+Value = tuple[torch.Tensor, LazyTensor]  # the expected value, and how it is planned
 
 
 def bits(t: torch.Tensor) -> bytes:
@@ -44,33 +44,22 @@ def bits(t: torch.Tensor) -> bytes:
 
 @st.composite
 def tensors(draw: Any) -> dict[str, torch.Tensor]:
-    """A few tensors of any dtype and of rank 0 to 3, some of them without elements, of random
-    bits.
-    """
+    """Draw a few tensors of random bits, of any dtype, of rank 0 to 3, some without elements."""
     found = {}
     for i in range(draw(st.integers(1, 6))):
-        shape = draw(
-            st.lists(st.integers(0, 9) if draw(st.booleans()) else st.integers(1, 9), max_size=3)
-        )
+        size = st.integers(0 if draw(st.booleans()) else 1, 9)
+        shape = draw(st.lists(size, max_size=3))
         dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
         random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-        raw = torch.randint(
-            0,
-            256,
-            (*shape, torch.empty(0, dtype=dtype).element_size()),
-            generator=random,
-            dtype=torch.uint8,
-        )
-        found[f"layers.{i}.w"] = (
-            (raw[..., 0] > 127)
-            if dtype == torch.bool
-            else raw.contiguous().view(dtype).reshape(shape)
-        )
+        in_bytes = (*shape, torch.empty(0, dtype=dtype).element_size())
+        raw = torch.randint(0, 256, in_bytes, generator=random, dtype=torch.uint8)
+        value = raw[..., 0] > 127 if dtype == torch.bool else raw.view(dtype).reshape(shape)
+        found[f"layers.{i}.w"] = value
     return found
 
 
 def derivations(values: list[Value]) -> list[tuple[str, Callable[[], Value]]]:
-    """Everything that can be done with the last value, and with all that fit to it."""
+    """Return everything that can be done with the last value, and with those that fit to it."""
     expected, lazy = values[-1]
     found: list[tuple[str, Callable[[], Value]]] = [("as it is", lambda: (expected, lazy))]
     if lazy.shape and lazy.shape[0] > 1:
@@ -82,44 +71,27 @@ def derivations(values: list[Value]) -> list[tuple[str, Callable[[], Value]]]:
         if t.shape and lazy.shape and (t.dtype, t.shape[1:]) == (lazy.dtype, lazy.shape[1:])
     ]
     if alike:
-        found.append(
-            (
-                "concatenate",
-                lambda: (torch.cat([e for e, _ in alike]), concatenate([t for _, t in alike])),
-            )
-        )
+        joined = [list(part) for part in zip(*alike, strict=True)]
+        found.append(("concatenate", lambda: (torch.cat(joined[0]), concatenate(joined[1]))))
     found.append(("reshape", lambda: (expected.reshape(-1), lazy.reshape(lazy.numel))))
     if len(lazy.shape) == 2:
         found.append(("transpose", lambda: (expected.T, lazy.transpose())))
     if lazy.dtype in FLOATS:
         found.append(("cast", lambda: (expected.to(torch.bfloat16), lazy.cast("BF16"))))
-        found.append(
-            (
-                "map",
-                lambda: (
-                    (expected.float() * -2).to(expected.dtype),
-                    lazy.map("times -2", lambda t: t * -2),
-                ),
-            )
-        )
-        found.append(
-            (
-                "constant",
-                lambda: (
-                    torch.full(expected.shape, 0.5, dtype=expected.dtype),
-                    constant(0.5, lazy.shape, lazy.dtype),
-                ),
-            )
-        )
+        doubled, half = (expected.float() * -2).to(expected.dtype), torch.full_like(expected, 0.5)
+        found.append(("map", lambda: (doubled, lazy.map("times -2", lambda t: t * -2))))
+        found.append(("constant", lambda: (half, constant(0.5, lazy.shape, lazy.dtype))))
     return found
 
 
+Output = tuple[dict[str, torch.Tensor], int, Callable[[Checkpoint], dict[str, Value]]]
+
+
 @st.composite
-def outputs(
-    draw: Any,
-) -> tuple[dict[str, torch.Tensor], int, Callable[[Checkpoint], dict[str, Value]]]:
-    """Tensors of a source, in how many files they lie, and derivations of them, up to three on top
-    of each other.
+def outputs(draw: Any) -> Output:
+    """Draw the tensors of a source, the number of its files, and derivations of the tensors.
+
+    Up to three derivations are on top of each other.
     """
     source = draw(tensors())
     choices = draw(st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=8))
@@ -139,6 +111,7 @@ def outputs(
 
 
 def opened(folder: Path, source: dict[str, torch.Tensor], files: int) -> Checkpoint:
+    """Write tensors into some files and open them."""
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "any"}')
     write_shards(folder, source, files)
@@ -148,9 +121,7 @@ def opened(folder: Path, source: dict[str, torch.Tensor], files: int) -> Checkpo
 @RUNS
 @given(output=outputs(), limit=st.one_of(st.none(), st.integers(1, 2000)))
 def test_what_is_written_is_read(output: Any, limit: int | None) -> None:
-    """read(write(x)) == x, bit for bit; and the digests that were taken while writing are those of
-    the files.
-    """
+    """What is written is read bit for bit, and the digests computed while writing are right."""
     source, files, derive = output
     with tempfile.TemporaryDirectory() as temporary:
         checkpoint = opened(Path(temporary, "m"), source, files)
@@ -161,29 +132,29 @@ def test_what_is_written_is_read(output: Any, limit: int | None) -> None:
         assert set(again.tensors) == set(values)
         for name, (expected, _) in values.items():
             found = again.tensors[name]
-            assert (DTYPES[found.dtype], found.shape) == (expected.dtype, tuple(expected.shape)), (
-                name
-            )
+            assert DTYPES[found.dtype] == expected.dtype, name
+            assert found.shape == tuple(expected.shape), name
             assert bits(found.read()) == bits(expected), name
         shards = {s.name: {"bytes": s.nbytes, "sha256": None} for s in plan.shards}
         assert damaged_shards(Path(temporary, "out"), shards) == ([], written.digests)
 
 
 class Killed(Exception):  # noqa: N818
-    """As SIGKILL would: nothing of ours runs after it."""
+    """Stands for SIGKILL: nothing of ours runs after it."""
 
 
 @RUNS
 @given(output=outputs(), limit=st.integers(1, 600), data=st.data())
 def test_killed_anywhere_it_goes_on(output: Any, limit: int, data: Any) -> None:
-    """Killed again and again, each time after some more writes: never a config.json before all is
-    there, and at the end the bytes of an unbroken run."""
+    """A run that is killed several times is finished with the bytes of an uninterrupted one.
+
+    Each kill comes after some more writes, and config.json is never there before the rest.
+    """
     source, files, derive = output
     with tempfile.TemporaryDirectory() as temporary:
         checkpoint = opened(Path(temporary, "m"), source, files)
-        plan = make_plan(
-            checkpoint.replace(tensors={n: t for n, (_, t) in derive(checkpoint).items()}), limit
-        )
+        derived = {n: t for n, (_, t) in derive(checkpoint).items()}
+        plan = make_plan(checkpoint.replace(tensors=derived), limit)
         whole, out = Path(temporary, "whole"), Path(temporary, "out")
         write(plan, whole, source=checkpoint)
         for _ in range(4):
@@ -212,14 +183,12 @@ def test_killed_anywhere_it_goes_on(output: Any, limit: int, data: Any) -> None:
     rows=st.data(),
 )
 def test_random_values_depend_on_their_name_alone(shape: list[int], seed: int, rows: Any) -> None:
-    """Whatever was drawn before, and whichever rows are asked for."""
+    """Values do not depend on what was drawn before, nor on which rows are asked for."""
     value = normal("a", seed, 0.02, tuple(shape), "BF16")
     normal("b", seed, 0.02, (7,), "F32").read()
     start = rows.draw(st.integers(0, shape[0] - 1))
     again = normal("a", seed, 0.02, tuple(shape), "BF16")
     assert torch.equal(value.read()[start:], again.rows(start, shape[0]).read())
-    assert (
-        seed == 5
-        or value.numel < 8
-        or not torch.equal(value.read(), normal("a", 5, 0.02, tuple(shape), "BF16").read())
-    )
+    if seed != 5 and value.numel >= 8:
+        other = normal("a", 5, 0.02, tuple(shape), "BF16")
+        assert not torch.equal(value.read(), other.read())

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: every tensor once, only inside the folder, and no code run."""
+"""Opening a checkpoint: every tensor is found once, inside the folder, and no code runs."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def assert_same(folder: Path, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_every_tensor_of_every_shard(shards: int, tmp_path: Path) -> None:
-    """Not the first shard alone."""
+    """All shards are read, not the first one alone."""
     assert_same(write_llama(tmp_path / "m", shards=shards), TENSORS)
 
 
 def edit_index(folder: Path, **changes: str | None) -> None:
+    """Change the files of tensors in the index; None removes a tensor."""
     path = folder / INDEX
     index = json.loads(path.read_text())
-    index["weight_map"] = {
-        n: f for n, f in {**index["weight_map"], **changes}.items() if f is not None
-    }
+    changed = {**index["weight_map"], **changes}
+    index["weight_map"] = {n: f for n, f in changed.items() if f is not None}
     path.write_text(json.dumps(index))
 
 
@@ -85,14 +85,14 @@ BROKEN = {
     no_index: ("3 .safetensors files", INDEX),
     not_json: (INDEX, "not valid JSON"),
     empty_map: (INDEX, "weight_map"),
-    truncated: ("model-00003-of-00003.safetensors", "fetch it again"),
-    pointer: ("model-00001-of-00003.safetensors", "fetch it again"),
+    truncated: ("model-00003-of-00003.safetensors", "download it again"),
+    pointer: ("model-00001-of-00003.safetensors", "download it again"),
 }
 
 
 @pytest.mark.parametrize("damage", BROKEN, ids=lambda f: f.__name__)
 def test_damage_is_named(damage: Any, tmp_path: Path) -> None:
-    """A missing weight found before anything is written, with the file that lacks it."""
+    """Damage is found when the checkpoint is opened, and the error names the file."""
     folder = write_llama(tmp_path / "m", shards=3)
     damage(folder)
     with pytest.raises(SurgeryError) as caught:
@@ -105,7 +105,7 @@ def test_damage_is_named(damage: Any, tmp_path: Path) -> None:
     "escape", ["../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors", 7, ["x"]]
 )
 def test_an_index_cannot_leave_the_folder(escape: Any, tmp_path: Path) -> None:
-    """The file exists and is sound: only the path is wrong."""
+    """A path outside the folder is refused even though the file exists and is sound."""
     folder = write_llama(tmp_path / "m", shards=3)
     save_file({"secret": torch.ones(1)}, tmp_path / "secret.safetensors")
     edit_index(folder, secret=escape)
@@ -114,15 +114,16 @@ def test_an_index_cannot_leave_the_folder(escape: Any, tmp_path: Path) -> None:
 
 
 def test_tensors_that_the_index_forgets_are_kept(tmp_path: Path) -> None:
-    """Extra heads stand in shards without an entry in the index: they pass through."""
+    """Tensors in shards without an entry in the index, such as extra heads, are kept."""
     folder = write_llama(tmp_path / "m", shards=3)
     edit_index(folder, **{"model.norm.weight": None})
     assert_same(folder, TENSORS)
 
 
 def test_of_two_models_the_one_that_transformers_loads(tmp_path: Path) -> None:
-    """Shards and their index left beside a merged model.safetensors: the verification must see what
-    users do.
+    """A model.safetensors goes before shards and their index, as in transformers.
+
+    The verification must see the model that users load.
     """
     folder = write_llama(tmp_path / "m", shards=3)
     save_file({"merged": torch.ones(1)}, folder / "model.safetensors")
@@ -130,9 +131,7 @@ def test_of_two_models_the_one_that_transformers_loads(tmp_path: Path) -> None:
 
 
 def test_a_single_file(tmp_path: Path) -> None:
-    """The config is the folder's, the tensors are that file's alone, though others lie beside
-    it.
-    """
+    """A single file gives its own tensors alone, with the config of its folder."""
     folder = write_llama(tmp_path / "m")
     save_file({"other": torch.ones(1)}, folder / "other.safetensors")
     assert set(open_checkpoint(folder / "model.safetensors").tensors) == set(TENSORS)
@@ -140,9 +139,7 @@ def test_a_single_file(tmp_path: Path) -> None:
 
 
 def test_other_files_are_no_weights(tmp_path: Path) -> None:
-    """An adapter or the original format beside the one file of the model do not make it
-    ambiguous.
-    """
+    """An adapter or the original format beside the model's one file does not make it ambiguous."""
     folder = write_llama(tmp_path / "m")
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     for name in ("adapter_model.safetensors", "consolidated.safetensors", "optimizer.bin"):
@@ -154,14 +151,12 @@ def test_other_files_are_no_weights(tmp_path: Path) -> None:
 
 
 def write_legacy(folder: Path, shards: int) -> Path:
+    """Write a llama as `pytorch_model*.bin`."""
     write_llama(folder, shards=shards)
     weight_map = write_shards(folder, TENSORS, shards)
     for path in (*folder.glob("*.safetensors"), *folder.glob(INDEX)):
         path.unlink()
-    renamed = {
-        n: f.replace("model", "pytorch_model").replace(".safetensors", ".bin")
-        for n, f in weight_map.items()
-    }
+    renamed = {n: f"pytorch_{Path(f).stem}.bin" for n, f in weight_map.items()}
     for file in set(renamed.values()):
         torch.save({n: t for n, t in TENSORS.items() if renamed[n] == file}, folder / file)
     if shards > 1:
@@ -171,19 +166,13 @@ def write_legacy(folder: Path, shards: int) -> Path:
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_legacy_files_hold_the_same(shards: int, tmp_path: Path) -> None:
-    """Whole tensors, and a view that shares its storage with another: the storage is not the
-    tensor.
-    """
+    """Tensors are read as they are, also those that are views of a shared storage."""
     folder = write_legacy(tmp_path / "m", shards)
     assert_same(folder, TENSORS)
     if shards == 1:
         storage = torch.arange(12.0).reshape(3, 4)
-        views = {
-            "whole": storage,
-            "column": storage[:, 1],
-            "transposed": storage.T,
-            "row": storage[2],
-        }
+        views = {"whole": storage, "column": storage[:, 1], "row": storage[2]}
+        views["transposed"] = storage.T
         torch.save(views, folder / "pytorch_model.bin")
         assert_same(folder, views)
 
@@ -195,7 +184,7 @@ def test_safetensors_are_preferred(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """Pickles as a call of `open(path, "w")`."""
+    """An object whose pickle is a call of `open(path, "w")`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -211,20 +200,18 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
     with pytest.raises(SurgeryError, match=r"pytorch_model\.bin cannot be read as plain weights"):
         open_checkpoint(folder)
     assert not trace.exists()
-    torch.load(folder / "pytorch_model.bin", weights_only=False)  # the bomb is live
+    torch.load(folder / "pytorch_model.bin", weights_only=False)  # The bomb does work.
     assert trace.exists()
 
 
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\n"
 LEGACY = {
     "raw pickle": (lambda p: p.write_bytes(pickle.dumps({"a": 1})), "cannot be read"),
     "old format": (
         lambda p: torch.save({"a": torch.ones(1)}, p, _use_new_zipfile_serialization=False),
         "cannot be read",
     ),
-    "text": (
-        lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\n"),
-        "cannot be read",
-    ),
+    "text": (lambda p: p.write_text(LFS_POINTER), "cannot be read"),
     "empty": (lambda p: p.write_bytes(b""), "cannot be read"),
     "a training checkpoint": (
         lambda p: torch.save({"model": {"a": torch.ones(1)}, "step": 3}, p),
@@ -262,9 +249,11 @@ def test_a_truncated_legacy_file_is_one_error(cut: float, tmp_path: Path) -> Non
 
 
 def test_side_files(tmp_path: Path) -> None:
-    """Tokenizer, templates, licence and code go along byte for byte; other weights, training state
-    and the original format stay, and so does a file of the same name in a folder that is not ours
-    to know."""
+    """Tokenizer, chat templates, licence and code are side files.
+
+    Other weights, training state and the original format are not, nor are files of the same names
+    in folders that have no meaning to us.
+    """
     folder = write_llama(tmp_path / "m")
     along = [
         "tokenizer.json",
@@ -335,7 +324,7 @@ NO_MODEL = {
     original_only: "Hugging Face version",
     adapter_only: "merge it into its base model",
     nothing: "no config.json",
-    config_is_a_list: "no JSON object",
+    config_is_a_list: "not a JSON object",
 }
 
 
@@ -349,7 +338,7 @@ def test_what_is_no_checkpoint_says_what_to_give(change: Any, tmp_path: Path) ->
 
 
 def test_a_missing_folder_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
-    """A path is a path: asking the Hub would tell it the names of folders, and answer late."""
+    """A path is never sent to the Hub, which would learn names of folders and answer late."""
     for location in (tmp_path / "absent", "./absent", "absent.safetensors", "a/b/c"):
         with pytest.raises(SurgeryError, match="no file or folder"):
             open_checkpoint(location)

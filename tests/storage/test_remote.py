@@ -1,11 +1,10 @@
-"""Checkpoints at URLs, by fsspec's file system in memory: read, converted, written there, never
-half there.
-"""
+"""Checkpoints at URLs, on fsspec's file system in memory: read, converted and delivered."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError
 from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint, remote
-from surgery.storage.files import bytes_on_disk, bytes_to_fetch
+from surgery.storage.downloads import bytes_on_disk, bytes_to_fetch
 from surgery.storage.staging import Staging
 from surgery.workflow.convert import convert
 from surgery.workflow.delivery import deliver, is_delivered
@@ -27,15 +26,15 @@ SOURCE, OUT = "memory://bucket/llama", "memory://bucket/moe"
 
 
 class Nobody:
-    def stage(self, title: str, total: int, unit: str) -> Any:
-        from contextlib import nullcontext
+    """An observer that shows nothing."""
 
+    def stage(self, title: str, total: int, unit: str) -> Any:
         return nullcontext(lambda n: None)
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A file system with a llama of two shards in it, and what would be a cache on this disk."""
+    """A file system with a llama of two shards; the cache on this disk is a temporary folder."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     system = fsspec.filesystem("memory")
     model = write_llama(tmp_path / "model", shards=2)
@@ -47,20 +46,21 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def at(system: Any, root: str) -> dict[str, bytes]:
+    """Return the files below a path of the file system, by name."""
     return {p.removeprefix(f"{root}/"): system.cat_file(p) for p in system.find(root)}
 
 
 def made(tmp_path: Path, source: Checkpoint | None = None) -> Any:
+    """Return the result of an upcycling into a folder on this disk."""
     source = source or open_checkpoint(SOURCE)
     return convert(source, upcycle(source, experts=2), tmp_path / "moe.staged", verify=False)
 
 
 def test_from_a_url(store: Any, tmp_path: Path) -> None:
-    """Headers by ranges, then each file once; the output is that of the same files in a folder."""
+    """A source at a URL is downloaded once, and its output equals that of a local source."""
     source = open_checkpoint(SOURCE)
-    weights = sum(
-        len(d) for n, d in at(store, "/bucket/llama").items() if n.endswith(".safetensors")
-    )
+    files = at(store, "/bucket/llama")
+    weights = sum(len(d) for n, d in files.items() if n.endswith(".safetensors"))
     plan = describe(source, upcycle(source, experts=2), tmp_path / "moe", verify=False)
     assert plan["download"] == plan["download_disk"] == weights
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
@@ -68,30 +68,32 @@ def test_from_a_url(store: Any, tmp_path: Path) -> None:
     local = open_checkpoint(tmp_path / "model")
     convert(local, upcycle(local, experts=2), tmp_path / "local", verify=False)
     ours, theirs = files_of(result.folder), files_of(tmp_path / "local")
-    assert (
-        set(ours) == set(theirs)
-        and ours["model.safetensors"] == theirs["model.safetensors"]
-        and "LICENSE" in ours
-    )
+    assert set(ours) == set(theirs) and "LICENSE" in ours
+    assert ours["model.safetensors"] == theirs["model.safetensors"]
     assert result.record["source"] == {"location": SOURCE, "revision": None}
     assert f"source: {SOURCE}\n" in ours["recipe.yaml"].decode()
 
 
 def test_streamed(store: Any) -> None:
-    files = {
-        e.file for t in open_checkpoint(SOURCE, stream=True).tensors.values() for e in t.extents
-    }
+    tensors = open_checkpoint(SOURCE, stream=True).tensors
+    files = {e.file for t in tensors.values() for e in t.extents}
     sizes = sorted(f.size for f in files)
     assert bytes_to_fetch(files) == sum(sizes) and bytes_on_disk(files) == sum(sizes[-2:])
 
 
 def test_to_a_url(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole, config.json near the end; again there is nothing to do; the staged folder is gone."""
+    """An output is uploaded with config.json near the end, and its local folder is removed.
+
+    A second run finds that there is nothing to do, and another command is refused.
+    """
     order: list[str] = []
     put = type(store).put_file
-    monkeypatch.setattr(
-        type(store), "put_file", lambda self, a, b, **k: (order.append(b), put(self, a, b, **k))[1]
-    )
+
+    def watched(self: Any, local: str, path: str, **options: Any) -> None:
+        order.append(path)
+        put(self, local, path, **options)
+
+    monkeypatch.setattr(type(store), "put_file", watched)
     result = made(tmp_path)
     files = files_of(result.folder)
     deliver(result, OUT, Nobody())
@@ -100,18 +102,17 @@ def test_to_a_url(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     output = upcycle(open_checkpoint(SOURCE), experts=2)
     assert is_delivered(output, None, OUT)
     assert open_checkpoint(OUT).config["model_type"] == "mixtral"
-    with pytest.raises(SurgeryError, match="holds no output of this command"):
+    with pytest.raises(SurgeryError, match="does not hold the output of this command"):
         is_delivered(upcycle(open_checkpoint(SOURCE), experts=4), None, OUT)
 
 
 def test_an_interrupted_delivery_goes_on(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without config.json until the end; shards that are there are not sent again."""
+    """An interrupted upload has no config.json, and is finished without sending shards again."""
     source = open_checkpoint(SOURCE)
-    result = convert(
-        source, upcycle(source, experts=2), tmp_path / "staged", max_shard_size=30_000, verify=False
-    )
+    output = upcycle(source, experts=2)
+    result = convert(source, output, tmp_path / "staged", max_shard_size=30_000, verify=False)
     put, sent, broken = type(store).put_file, [], True
 
     def failing(self: Any, local: str, path: str, **options: Any) -> None:
@@ -138,7 +139,7 @@ def test_an_interrupted_delivery_goes_on(
     [
         ("memory://bucket/absent", "no files at memory://bucket/absent"),
         ("gs://bucket/model", "gs:// needs a package: "),
-        ("nothing://bucket/model", "nothing:// is no protocol that fsspec knows"),
+        ("nothing://bucket/model", "nothing:// is not a protocol that fsspec knows"),
         ("memory://bucket/text", "no config.json in memory://bucket/text"),
     ],
 )
@@ -150,23 +151,25 @@ def test_what_can_fail(url: str, words: str, store: Any) -> None:
 
 
 def test_a_folder_is_never_taken_over(store: Any) -> None:
-    with pytest.raises(SurgeryError, match="is not empty and holds no output"):
+    with pytest.raises(SurgeryError, match="is not empty and does not hold the output"):
         remote.has_output(SOURCE, "fingerprint")
 
 
 def test_what_another_thread_is_about_to_open_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two shards at a time, the least recently used leaves first: but not one that another thread
-    has just been given.
+    """Of two shards the least recently used is removed first, but not one that is about to be read.
+
+    A thread that was given a path has yet to open the file.
     """
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     staging = Staging("a/b@c", keep=2)
 
+    def fetch(target: Path) -> None:
+        target.write_bytes(b"x")
+
     def path(name: str) -> Path:
-        return staging.path(
-            f"{name}.safetensors", 1, "c", lambda target: target.write_bytes(b"x") and None
-        )
+        return staging.path(f"{name}.safetensors", 1, "c", fetch)
 
     def there() -> set[str]:
         return {p.stem for p in staging.folder.rglob("*.safetensors")}
@@ -184,4 +187,4 @@ def test_what_another_thread_is_about_to_open_stays(
     path("f"), path("g")
     assert there() == {"f", "g"}
     other = Staging("a/b@c", keep=2)
-    assert other.folder != staging.folder  # of another process, as the lock is held
+    assert other.folder != staging.folder  # The lock on the first one is held.

@@ -1,11 +1,10 @@
-"""Several processes that write one output: the bytes of one process, and no one waits for a process
-that is gone.
-"""
+"""Several processes write one output: it has the bytes of one process, and nobody waits in vain."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,64 +25,43 @@ from surgery.storage import open_checkpoint, processes, write, writer
 from surgery.storage.processes import Elsewhere, Group, Together, divide
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
-UPCYCLE = (
-    "upcycle",
-    "../m",
-    "--experts",
-    "2",
-    "--out",
-    "out",
-    "--max-shard-size",
-    "20KB",
-    "--no-verify",
-)
-REPAIRED = (
-    "relufy",
-    "../m",
-    "--out",
-    "out",
-    "--max-shard-size",
-    "20KB",
-    "--tokens",
-    "300",
-    "--sequence-length",
-    "50",
-)
+_OUT = ("--out", "out", "--max-shard-size", "20KB")
+UPCYCLE = ("upcycle", "../m", "--experts", "2", *_OUT, "--no-verify")
+REPAIRED = ("relufy", "../m", *_OUT, "--tokens", "300", "--sequence-length", "50")
 
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source `m`, in whose subfolders the commands run."""
     room = tmp_path_factory.mktemp("several")
     write_llama(room / "m", shards=3, layers=4)
     return room
 
 
 def port() -> str:
-    """A free one; the launcher binds it a moment later."""
-    import socket
-
+    """Return a port that is free now; the launcher binds it a moment later."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return str(s.getsockname()[1])
 
 
 def together(command: Sequence[str], folders: Sequence[Path]) -> list[Ran]:
-    """A process of the command for each folder, its working directory, without a launcher."""
+    """Run the command in one process for each folder, its working directory, without a launcher."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port(), "WORLD_SIZE": str(len(folders))}
-    started = []
-    for number, folder in enumerate(folders):
+
+    def start(rank: int, folder: Path) -> subprocess.Popen[str]:
         folder.mkdir(exist_ok=True)
-        started.append(
-            subprocess.Popen(
-                [*COMMAND, *command],
-                cwd=folder,
-                env=environment(RANK=str(number), **where),
-                text=True,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
+        return subprocess.Popen(
+            [*COMMAND, *command],
+            cwd=folder,
+            env=environment(RANK=str(rank), **where),
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
+
+    started = [start(rank, folder) for rank, folder in enumerate(folders)]
     ended = [p.communicate(timeout=120) for p in started]
     return [Ran(p.returncode, *texts) for p, texts in zip(started, ended, strict=True)]
 
@@ -97,29 +75,30 @@ def together(command: Sequence[str], folders: Sequence[Path]) -> list[Ran]:
 def test_several_processes_write_what_one_does(
     command: tuple[str, ...], size: int, room: Path
 ) -> None:
-    """Every file, surgery.json and the card included, of a plain conversion, and of one that is
-    calibrated and verified: the first calibrates, as sums of another order would round
-    otherwise."""
+    """Several processes write the same files as one, surgery.json and the card included.
+
+    One conversion is plain, the other is calibrated and verified. Rank 0 calibrates alone, because
+    sums in another order would round differently.
+    """
     one, several = room / f"{command[0]} 1", room / f"{command[0]} {size}"
     one.mkdir()
     assert surgery(*command, cwd=one).code == 0
     ran = together(command, [several] * size)
     assert [r.code for r in ran] == [0] * size, ran
     assert ("Verification passed" in ran[0].out) == (command is REPAIRED)
-    assert all(not r.out and not r.err for r in ran[1:])  # one speaks
+    assert all(not r.out and not r.err for r in ran[1:])  # Only rank 0 prints.
     assert files_of(several / "out") == files_of(one / "out")
     assert not (several / "out.calibration").exists()
 
 
 def processes_of(launcher: int) -> dict[int, int]:
-    """The workers of a launcher: pid by rank."""
+    """Return the pids of a launcher's workers, by rank."""
     found = {}
     for task in Path("/proc").glob("[0-9]*"):
         try:
             parent = int(task.joinpath("stat").read_text().rpartition(")")[2].split()[1])
-            variables = dict(
-                v.partition("=")[::2] for v in task.joinpath("environ").read_text().split("\0")
-            )
+            entries = task.joinpath("environ").read_text().split("\0")
+            variables = dict(entry.partition("=")[::2] for entry in entries)
         except (OSError, ValueError):
             continue
         if parent == launcher and "RANK" in variables:
@@ -129,8 +108,11 @@ def processes_of(launcher: int) -> dict[int, int]:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the workers in /proc")
 def test_a_killed_process_ends_the_run_which_goes_on(tmp_path: Path) -> None:
-    """Under torchrun: SIGKILL of the second in the middle of its shards. The run fails soon,
-    nothing looks whole, and the same command finishes to the bytes of one process."""
+    """Under torchrun, a rank that is killed in the middle of its shards ends the run soon.
+
+    The output does not look complete, and the same command finishes it with the bytes of one
+    process.
+    """
     write_llama(tmp_path / "m", shards=2, layers=8, hidden=256, ff=1024, vocab=2000)
     command = ("upcycle", "../m", "--out", "out", "--max-shard-size", "2MB", "--no-verify")
     one, two = tmp_path / "one", tmp_path / "two"
@@ -152,7 +134,7 @@ def test_a_killed_process_ends_the_run_which_goes_on(tmp_path: Path) -> None:
     assert launcher.wait(60) != 0
     finished = len(list((two / "out").glob("model-*.safetensors")))
     assert 3 <= finished < count and not (two / "out" / "config.json").exists()
-    again = surgery(*command, cwd=two)  # one process goes on with what two began
+    again = surgery(*command, cwd=two)  # One process continues what two began.
     assert again.code == 0 and "resumed" in again.out, again
     assert files_of(two / "out") == files_of(one / "out")
     finished = together(command, [two] * 2)
@@ -160,26 +142,19 @@ def test_a_killed_process_ends_the_run_which_goes_on(tmp_path: Path) -> None:
 
 
 def test_one_that_fails_is_heard(room: Path) -> None:
-    """The second does not find the source: the first says so, where and what to do; the second is
-    silent; both exit 1.
-    """
+    """When rank 1 does not find the source, rank 0 prints its error, and both exit with 1."""
     folders = [room / "heard 0", room / "elsewhere" / "heard 1"]
     folders[1].parent.mkdir()
     first, second = together(UPCYCLE, folders)
     assert (first.code, second.code) == (1, 1)
-    assert (
-        "error: process 1 of 2 on " in first.err
-        and "no file or folder ../m" in first.err
-        and not second.err
-    )
+    assert "error: process 1 of 2 on " in first.err and "no file or folder ../m" in first.err
+    assert not second.err
     assert not (folders[0] / "out").exists()
 
 
 def test_an_error_of_all_is_printed_once(room: Path) -> None:
-    for command, code in (
-        (("relufy", "../nothing", "--out", "out"), 1),
-        (("relufy", "../m", "--no-such-option"), 2),
-    ):
+    absent, wrong = ("relufy", "../nothing", "--out", "out"), ("relufy", "../m", "--no-such-option")
+    for command, code in ((absent, 1), (wrong, 2)):
         ran = together(command, [room / "all"] * 2)
         assert [r.code for r in ran] == [code] * 2
         assert ran[0].err.count("error: ") == 1 and not ran[1].err and not ran[1].out
@@ -189,7 +164,7 @@ def test_an_error_of_all_is_printed_once(room: Path) -> None:
 
 
 def in_threads(size: int, run: Callable[[Group], Any]) -> list[Any]:
-    """What `run` returns or raises in each of a group around a store in memory."""
+    """Return what `run` returns or raises on each rank of a group whose store is in memory."""
     from torch.distributed import HashStore
 
     store, outcomes = HashStore(), [None] * size
@@ -211,44 +186,41 @@ def in_threads(size: int, run: Callable[[Group], Any]) -> list[Any]:
 
 
 def test_each_writes_a_share(room: Path, tmp_path: Path) -> None:
-    """Digests of all reach the first, no shard is written twice, and what an earlier run has
-    finished is divided no more.
-    """
+    """The digests of all ranks reach rank 0, and shards of an earlier run are not written again."""
     source = open_checkpoint(room / "m")
     plan = make_plan(upcycle(source, experts=2), 20_000)
     out = tmp_path / "out"
     found = in_threads(3, lambda group: write(plan, out, source=source, group=group))
     assert set(found[0].digests) == {s.name for s in plan.shards}
-    told: list[int] = []
-    (out / plan.shards[4].name).unlink()
-    again = in_threads(
-        3, lambda group: write(plan, out, source=source, group=group, progress=told.append)
-    )
-    assert (
-        list(again[0].digests) == [plan.shards[4].name] and again[0].resumed == len(plan.shards) - 1
-    )
-    assert again[0].digests[plan.shards[4].name] == found[0].digests[plan.shards[4].name]
+    name = plan.shards[4].name
+    (out / name).unlink()
+    again = in_threads(3, lambda group: write(plan, out, source=source, group=group))
+    assert list(again[0].digests) == [name] and again[0].resumed == len(plan.shards) - 1
+    assert again[0].digests[name] == found[0].digests[name]
 
 
 def test_a_folder_that_is_not_shared(
     room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two machines, each with a disk of its own at --out: found before a shard is written, not when
-    they are missing.
+    """Two machines that each have a disk of their own at --out are found before a shard is written.
+
+    Otherwise the shards of the second would only be missed at the end.
     """
     monkeypatch.setattr(writer, "PATIENCE", 0.0)
     source = open_checkpoint(room / "m")
     plan = make_plan(upcycle(source, experts=2), 20_000)
-    found = in_threads(
-        2, lambda group: write(plan, tmp_path / str(group.rank), source=source, group=group)
-    )
+
+    def write_apart(group: Group) -> writer.Written:
+        return write(plan, tmp_path / str(group.rank), source=source, group=group)
+
+    found = in_threads(2, write_apart)
     assert "is not the folder that the first process writes" in str(found[1])
     assert isinstance(found[0], Elsewhere) and "process 1 of 2 on" in str(found[0])
     assert not (tmp_path / "1").exists() and not (tmp_path / "0" / "config.json").exists()
 
 
 def test_nobody_waits_for_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that lost its power says nothing, and nor does a launcher that runs on another."""
+    """A machine that has lost its power cannot say so, and no launcher on another machine can."""
     from torch.distributed import HashStore
 
     monkeypatch.setattr(processes, "SILENCE", 0.5)
@@ -258,7 +230,7 @@ def test_nobody_waits_for_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_slow_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than the silence that means that it is gone: it lives."""
+    """A slow rank that shows signs of life is waited for, however long it takes."""
     monkeypatch.setattr(processes, "SILENCE", 0.6)
     monkeypatch.setattr(processes, "BEAT", 0.1)
 
@@ -272,8 +244,10 @@ def test_a_slow_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(sizes=st.lists(st.integers(1, 10**12), min_size=1, max_size=60), size=st.integers(1, 9))
 def test_shards_are_divided_by_bytes(sizes: list[int], size: int) -> None:
-    """Each belongs to one process; neighbours stay together, as they come from one source file; no
-    share exceeds its part by more than the largest shard."""
+    """Each shard belongs to one process, and no share exceeds the mean by more than one shard.
+
+    Neighbours stay together, because they come from the same source file.
+    """
 
     def share(number: int) -> list[int]:
         group = Group()
