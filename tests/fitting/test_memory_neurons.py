@@ -252,7 +252,7 @@ def test_a_token_reads_what_was_asked_for(reads: float) -> None:
         0,
     )
     assert f"{output.parameters - checkpoint.parameters:+,} parameters" in output.steps[-1].notes[0]
-    assert f"{read / whole:.3f} of the MLP's" in output.steps[-1].notes[0]
+    assert f"{read / whole:.2f} × what the MLP reads" in output.steps[-1].notes[0]
 
 
 def test_the_query_learns_through_the_scale(shop: Shop) -> None:

@@ -233,7 +233,7 @@ def test_what_a_token_reads_is_said(shop: Shop) -> None:
     added = 2 * (32 * 16 + 16 + 8 + 2 * 2 * 8 * 4 + 2 * 32 * 32) + 64 * 32
     assert f"{added:+,} parameters" in result.steps[-1].notes[0]
     assert (
-        f"{read / 1e6:,.3f} MB in each of 2 layers, {read / (4 * 3 * 32 * 48):.3f} of the MLP's"
+        f"{read / 1e6:,.2f} MB in each of 2 layers, {read / (4 * 3 * 32 * 48):.2f} × what the MLP"
         in result.steps[-1].notes[0]
     )
 

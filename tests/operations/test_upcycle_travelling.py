@@ -22,7 +22,7 @@ from support import found_by_transformers_4
 
 from surgery.checkpoint import Checkpoint, make_plan
 from surgery.fitting.experts import joined, part
-from surgery.operations.upcycle import upcycle
+from surgery.operations.upcycle import OPERATION, upcycle
 from surgery.proof.copies import torn_copies
 from surgery.proof.verification import verify
 from surgery.storage import open_checkpoint, write
@@ -131,7 +131,7 @@ def test_it_is_verified_layer_by_layer(name: str, shop: Shop) -> None:
         open_checkpoint(output),
         exact=True,
         layers=result.steps[-1].layers,
-        torn=shards,
+        checks=OPERATION.checks(result.steps[-1].parameters),
         tokens=256,
     )
     rows = {r.check: r for r in found.rows}
