@@ -79,8 +79,7 @@ def sample_ids(
     dataset: str | None = None,
     seed: int = 0,
 ) -> Sample:
-    """Return tokens // sequence_length sequences (at least one) of `sequence_length` tokens of
-    text.
+    """Return max(1, tokens // sequence_length) sequences of `sequence_length` tokens of text.
 
     Each comes behind BOS if the tokenizer adds it. The text is `split` ("calibration" or
     "evaluation") of the package; or `file`: plain text, a .jsonl with a "text" in every line, or a
@@ -90,6 +89,9 @@ def sample_ids(
 
     Raises SurgeryError if the text cannot be read or holds nothing, or if a text is given and the
     checkpoint has no tokenizer.
+
+    Example:
+        sample = sample_ids(open_checkpoint("Qwen/Qwen3-0.6B"), tokens=4096, sequence_length=512)
     """
     rows = max(1, tokens // sequence_length)
     tokenizer, reason = _load_tokenizer(checkpoint)
