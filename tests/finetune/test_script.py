@@ -1,6 +1,4 @@
-"""The script beside a conversion runs as it is, trains what it should, and leaves a whole
-checkpoint.
-"""
+"""The script beside a conversion: it runs as it is, trains what it should, leaves a checkpoint."""
 
 from __future__ import annotations
 
@@ -84,8 +82,9 @@ def test_routers_train_alone_at_first(conversions: Convert, train: Train) -> Non
 
 
 def test_groups_and_stages_of_a_memory(conversions: Convert, train: Train) -> None:
-    """Values train at ten times the rate without decay, and the trunk is frozen for a fifth of the
-    steps.
+    """Values train at ten times the rate without decay; the trunk is frozen at first.
+
+    The first stage is a fifth of the steps.
     """
     module, seen = conversions("memory").module(), list[dict[str, tuple[float, float]]]()
 
@@ -116,7 +115,7 @@ def test_only_coefficients_of_splines_train(conversions: Convert, train: Train) 
 
 
 def test_thresholds_rise_and_end_where_they_were(conversions: Convert, train: Train) -> None:
-    """At first all positive products pass, as with ReLU; saved thresholds are the calibrated ones."""
+    """All positive products pass at first, as with ReLU; in the end thresholds are as before."""
     converted = conversions("fatrelu")
     out = train("fatrelu", "--max_steps=12")
     assert not {n for n in converted.changed(out) if "threshold" in n}
