@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from rich import box
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -104,30 +105,47 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _by_layer(a: Analysis) -> Table:
-    table = _table(
-        "layer",
-        "d_ff",
-        "zero",
-        "active",
-        *(f"CETT {c}" for c in CETT),
-        "dead",
-        "always",
-        "hot",
-        "next",
-        "16 tok",
-        "linear",
-        "outliers",
-        "residual",
-    )
+@dataclass(frozen=True, slots=True)
+class LayerTable:
+    """The table of the dense MLPs, printed in two parts where it is wider than the screen."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    total: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        whole, n = self._part(range(len(self.columns))), 1 + len(self.columns) // 2
+        needed = console.measure(whole, options=options.update(width=1000)).maximum
+        if needed <= options.max_width:
+            yield whole
+        else:
+            yield self._part(range(n))
+            yield ""
+            yield self._part([0, *range(n, len(self.columns))])
+
+    def _part(self, chosen: Iterable[int]) -> Table:
+        chosen = list(chosen)
+        table = _table(*(self.columns[i] for i in chosen))
+        for row in self.rows:
+            table.add_row(*(row[i] for i in chosen))
+        if any(self.total[i] for i in chosen[1:]):
+            table.add_section()
+            table.add_row(*(self.total[i] for i in chosen), style="bold")
+        return table
+
+
+def _by_layer(a: Analysis) -> LayerTable:
+    cetts = [f"CETT {c}" for c in CETT]
+    columns = ["layer", "d_ff", "zero", "active", *cetts, "dead", "always"]
+    columns += ["hot", "next", "16 tok", "linear", "outliers", "residual"]
+    rows = []
     for layer in a.layers:
         if layer.mlp:
             shared = "" if layer.mlp.part == "mlp" else " shared"
-            table.add_row(f"{layer.index}{shared}", *_mlp_row(layer.mlp), f"{layer.residual:.2f}")
-    table.add_section()
-    cells = [a.mean(exact_zeros), a.mean(firing_rate), *(a.mean(at_cett(c)) for c in CETT)]
-    table.add_row("all", "", *(f"{c:.1%}" for c in cells), style="bold")
-    return table
+            rows.append([f"{layer.index}{shared}", *_mlp_row(layer.mlp), f"{layer.residual:.2f}"])
+    means = [a.mean(exact_zeros), a.mean(firing_rate), *(a.mean(at_cett(c)) for c in CETT)]
+    total = ["all", "", *(f"{m:.1%}" for m in means)]
+    return LayerTable(columns, rows, total + [""] * (len(columns) - len(total)))
 
 
 def _mlp_row(m: MlpStatistics) -> list[str]:
@@ -185,8 +203,8 @@ def _savings(a: Analysis, device: Device) -> Table:
         "what is skipped",
         "kernel",
         "sparsity",
-        "MLP bytes/token",
-        "MLP FLOP/token",
+        "MLP bytes per token",
+        "MLP FLOP per token",
         f"ms on {device.name}",
         "left",
     )

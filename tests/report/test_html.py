@@ -265,7 +265,7 @@ def test_a_page_of_32_layers_stays_small(analyses: dict[str, Analysis]) -> None:
 
 
 def test_a_layer_of_dead_neurons(analyses: dict[str, Analysis], tmp_path: Path) -> None:
-    """Nothing is divided by the sum of no activations, and a single layer needs no line through it."""
+    """No activation leaves nothing to divide by, and one layer has no line through it."""
     layer = analyses["relufied"].layers[0]
     mlp = layer.mlp
     assert mlp
