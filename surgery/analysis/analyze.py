@@ -532,12 +532,8 @@ def analyze(
         print(analyze(checkpoint, sample).totals["firing_rate"])
     """
     weights = weigh(checkpoint, checkpoint.config)
-    widest = max((w for layer in weights.layers for w in layer.widths.values()), default=0)
-    if coactivation is not None and widest > LARGEST_COACTIVATION:
-        raise UsageError(
-            f"the co-activation of {widest:,} neurons takes {4e-9 * widest**2:.1f} GB a layer",
-            f"leave it out: it is counted for {LARGEST_COACTIVATION:,} neurons at most",
-        )
+    if coactivation is not None:
+        _require_small(weights)
     mine = _mine(sample)
     walk = Walk(
         checkpoint, sample.input_ids[mine], dtype=dtype, device=device, memory_budget=memory_budget
@@ -556,6 +552,16 @@ def analyze(
         layers=tuple(layers),
         weights=weights,
     )
+
+
+def _require_small(weights: Weights) -> None:
+    """Raise UsageError if a layer has too many neurons for a matrix of their co-activation."""
+    widest = max((w for layer in weights.layers for w in layer.widths.values()), default=0)
+    if widest > LARGEST_COACTIVATION:
+        raise UsageError(
+            f"the co-activation of {widest:,} neurons takes {4e-9 * widest**2:.1f} GB a layer",
+            f"leave it out: it is counted for {LARGEST_COACTIVATION:,} neurons at most",
+        )
 
 
 def _mine(sample: Sample) -> slice:

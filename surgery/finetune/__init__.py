@@ -178,11 +178,12 @@ def _values(n: Needs) -> dict[str, Any]:
     return asdict(n) | {
         "requirements": REQUIREMENTS,
         "columns": ", ".join(columns),
-        "stages": n.stages,
+        "stages": ", ".join(f"({', '.join(row)})" for row in n.stages),
         "staged": n.staged,
         "groups": [*rates, [EVERYTHING, "1.0", "0.1"]] if n.memory else [],
         "trains": SPLINES if alone else "",  # pattern of the only parameters that train
         "watches": n.moe or n.sparse,
+        "passed": "options=options, " * (n.moe or n.sparse) + "teacher=teacher, " * n.sparse,
         "load": ", trust_remote_code=True" * n.remote + ', attn_implementation="eager"' * n.eager,
         "beyond": _beyond(n),
         "maths": [name for name, needed in used.items() if needed],
