@@ -1,9 +1,9 @@
-"""What the MLPs of a model do on text: one walk through its layers, with the collectors looking.
+"""Measure what the MLPs of a model do on text, in one walk through its layers.
 
-An MLP is h = act(gate_proj x) ⊙ up_proj x, y = down_proj h (without a gate: h = act(up_proj x)).
-*gate* is the pre-activation, *product* is h. Every figure is of the sample's tokens but for the
-first of each sequence (Sample.mask). It is prefill, as one pass computes it; decoding sees the same
-values token by token.
+An MLP computes y = down_proj h with h = act(gate_proj x) ⊙ up_proj x, or h = act(up_proj x) if it
+has no gate. *Gate* means the pre-activation, *product* means h. All figures leave out the first
+token of each sequence (see `Sample.mask`). They describe prefill, where one pass computes every
+position; decoding sees the same values token by token.
 """
 
 from __future__ import annotations
@@ -42,18 +42,21 @@ from surgery.families import Family
 CETT = (0.1, 0.2)
 SPARSITIES = (0.25, 0.4, 0.5, 0.65, 0.8, 0.9, 0.95)
 NEAR_ZERO = (1e-3, 1e-2, 1e-1)
-ALWAYS = 0.99  # a neuron that is active for more of the tokens is called always active
-EVERY = 4  # the histograms are of every fourth token; the product's exact zeros are counted in all
-SAMPLED = 512  # tokens of the reservoir
-LARGEST_COACTIVATION = 16384  # neurons: 1 GiB of int32
-Sink = Callable[[int, Tensor], None]  # a layer and its co-activation [F, F] int32
+ALWAYS = 0.99  # a neuron is "always active" if it is active for a larger share of the tokens
+EVERY = 4  # histograms take every fourth token; exact zeros of the product are counted in all
+SAMPLED = 512  # tokens in the reservoir
+LARGEST_COACTIVATION = 16384  # neurons; the matrix is then 1 GiB of int32
+Sink = Callable[[int, Tensor], None]  # takes a layer and its co-activation [F, F] int32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlpStatistics:
-    """A dense MLP, or the shared expert of a mixture. Rates and sparsities are fractions; `unions`
-    is 1 − |∪ active| / F over windows of tokens; `overlap` is the part of a token's active neurons
-    that the token before it had active."""
+    """Figures of a dense MLP, or of the shared expert of a mixture.
+
+    Rates and sparsities are fractions. `unions` maps a window of w tokens to 1 − |∪ active| / F,
+    the share of neurons that none of them activates. `overlap` is the share of a token's active
+    neurons that were also active for the token before it.
+    """
 
     part: str  # "mlp" or "shared expert"
     width: int
@@ -63,7 +66,7 @@ class MlpStatistics:
     gate: Distribution
     up: Distribution | None
     input: Distribution
-    gate_zero: float  # act(gate) is an exact zero
+    gate_zero: float  # share of gates whose activation is exactly 0
     active: Tensor  # [F] tokens with gate > 0
     nonzero: Tensor  # [F] tokens with h != 0
     mass: Tensor  # [F] mean of |h_i|·‖W_down[:, i]‖
@@ -78,25 +81,28 @@ class MlpStatistics:
 
     @property
     def rate(self) -> Tensor:
-        """[F] the firing rate: how often gate > 0."""
+        """Return the firing rate of each neuron, [F]: the share of tokens with gate > 0."""
         return self.active.double() / self.tokens
 
     @property
     def outliers(self) -> list[int]:
+        """Return the outlier channels of the MLP's input, the largest first."""
         return sparsity.outlier_channels(self.input_rms)
 
     def at(self, cett: float) -> Truncation:
+        """Return the truncation found for a target `cett`, one of CETT."""
         return self.truncations[CETT.index(cett)]
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the figures for JSON; the counts per neuron are in `tensors`."""
         return {
             "part": self.part,
             "width": self.width,
             "gated": self.gated,
             "tokens": self.tokens,
             "product": _spread(self.product),
-            "gate": _spread(self.gate)
-            | {
+            "gate": {
+                **_spread(self.gate),
                 "positive": self.gate.positive,
                 "activated_zero": self.gate_zero,
                 "quantiles": {str(s): self.gate.quantile(s) for s in SPARSITIES},
@@ -120,6 +126,7 @@ class MlpStatistics:
         }
 
     def tensors(self) -> dict[str, Tensor]:
+        """Return what is counted per neuron, input channel or histogram bin."""
         histograms = {
             "product": self.product,
             "gate": self.gate,
@@ -138,50 +145,50 @@ class MlpStatistics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterStatistics:
-    """A router and its routed experts; what is seen inside of them is None where their class does
-    not show it.
+    """Figures of a router and its routed experts.
+
+    Fields that look inside the experts are None where the model class does not expose them.
     """
 
     experts: int
     top_k: int
     tokens: int
-    load: Tensor  # [E] selections
-    entropy: float | None  # of a token's softmax over the experts, mean, as a fraction of ln E
+    load: Tensor  # [E] how often each expert was selected
+    entropy: float | None  # mean entropy of a token's softmax over experts, as a fraction of ln E
     active: Tensor | None  # [E, F] tokens with gate > 0
     nonzero: Tensor | None  # [E, F] tokens with h != 0
     product: Distribution | None
     gate: Distribution | None
-    truncations: tuple[
-        Truncation, ...
-    ] = ()  # of an expert's own output, one threshold for all of them
+    # The error is that of an expert's own output; one threshold serves all experts of the layer.
+    truncations: tuple[Truncation, ...] = ()
 
     @property
     def width(self) -> int:
-        """Neurons that one token passes."""
+        """Return how many neurons of the routed experts one token passes through."""
         return 0 if self.active is None else self.top_k * self.active.shape[1]
 
     @property
     def gated(self) -> bool:
-        """Of those that are seen inside."""
+        """Return True: every expert that can be looked into is gated."""
         return True
 
     def at(self, cett: float) -> Truncation:
+        """Return the truncation found for a target `cett`, one of CETT."""
         return self.truncations[CETT.index(cett)]
 
     @property
     def balance(self) -> float:
-        """The entropy of the load as a fraction of ln E: 1 where every expert is chosen as
-        often.
-        """
+        """Return the entropy of the load over ln E: 1 if all experts are chosen equally often."""
         p = self.load.double() / self.load.sum()
         return -(p * p.clamp_min(1e-300).log()).sum().item() / math.log(self.experts)
 
     @property
     def busiest(self) -> float:
-        """The load of the busiest expert, 1 being the mean."""
+        """Return the load of the busiest expert, as a multiple of the mean load."""
         return self.load.max().item() * self.experts / self.load.sum().item()
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the figures for JSON."""
         rates = None
         if self.active is not None:
             rates = (self.active.double().mean(1) / self.load.clamp_min(1)).tolist()
@@ -201,14 +208,17 @@ class RouterStatistics:
         }
 
     def tensors(self) -> dict[str, Tensor]:
+        """Return what is counted per expert or per neuron of an expert."""
         found = {"load": self.load, "active": self.active, "nonzero": self.nonzero}
         return {name: t for name, t in found.items() if t is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerAnalysis:
-    """`residual`: how far the stream after the layer is from one row for every token
-    (collectors.Collapse).
+    """Figures of one decoder layer.
+
+    `residual` says how far the residual stream after the layer is from one and the same row for
+    every token (see `collectors.Collapse`).
     """
 
     index: int
@@ -218,15 +228,16 @@ class LayerAnalysis:
 
     @property
     def inside(self) -> dict[str, MlpStatistics | RouterStatistics]:
-        """What was looked into, by the role of its weights."""
-        found: dict[str, MlpStatistics | RouterStatistics] = (
-            {} if self.mlp is None else {"mlp": self.mlp, "shared_experts": self.mlp}
-        )
-        return found | (
-            {"routed_experts": self.router} if self.router and self.router.product else {}
-        )
+        """Return what could be looked into, by the role of its weights."""
+        found: dict[str, MlpStatistics | RouterStatistics] = {}
+        if self.mlp is not None:
+            found |= {"mlp": self.mlp, "shared_experts": self.mlp}
+        if self.router and self.router.product:
+            found["routed_experts"] = self.router
+        return found
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the figures for JSON."""
         return {
             "layer": self.index,
             "mlp": self.mlp and self.mlp.as_dict(),
@@ -237,10 +248,12 @@ class LayerAnalysis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving:
-    """What one token reads and multiplies in the MLPs of the whole model: all of it, and what
-    `kernel` leaves of it at the sparsity that `rule` gives each MLP, shared expert and set of
-    routed experts. What cannot be looked into stays whole. `sparsity` is the mean over the neurons
-    that a token passes."""
+    """What one token reads and multiplies in all MLPs of the model, before and after skipping.
+
+    `after` is what `kernel` leaves at the sparsity that `rule` gives each dense MLP, shared expert
+    and set of routed experts. What cannot be looked into counts whole. `sparsity` is the mean over
+    the neurons that a token passes through.
+    """
 
     rule: str
     kernel: str
@@ -249,6 +262,7 @@ class Saving:
     after: Cost
 
     def as_dict(self, device: Device) -> dict[str, Any]:
+        """Return the saving for JSON, timed on `device`."""
         return {
             "rule": self.rule,
             "kernel": self.kernel,
@@ -260,7 +274,7 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Analysis:
-    """Every layer, on what sample, and the sums over the layers."""
+    """The figures of every layer, the sample they were measured on, and sums over the layers."""
 
     source: str
     model_type: str
@@ -272,17 +286,17 @@ class Analysis:
 
     @property
     def mlps(self) -> list[MlpStatistics]:
+        """Return the dense MLPs and shared experts, in layer order."""
         return [layer.mlp for layer in self.layers if layer.mlp]
 
     @property
     def routers(self) -> list[RouterStatistics]:
+        """Return the routers, in layer order."""
         return [layer.router for layer in self.layers if layer.router]
 
     @property
     def inside(self) -> list[MlpStatistics | RouterStatistics]:
-        """Dense MLPs, shared experts, and the routed experts of a layer that could be looked
-        into.
-        """
+        """Return the dense MLPs and shared experts, then routed experts that were seen inside."""
         return [*self.mlps, *(router for router in self.routers if router.product)]
 
     def mean(
@@ -290,24 +304,27 @@ class Analysis:
         value: Callable[[Any], float],
         over: Sequence[MlpStatistics | RouterStatistics] | None = None,
     ) -> float:
-        """Over the neurons of all dense MLPs (or of what is given); NaN without one."""
+        """Return the mean of `value` weighted by neurons, over `over` (by default all dense MLPs).
+
+        NaN where there is nothing to average over.
+        """
         parts = self.mlps if over is None else over
         width = sum(p.width for p in parts)
         return sum(value(p) * p.width for p in parts) / width if width else math.nan
 
     @property
     def savings(self) -> list[Saving]:
-        """Exact zeros, and what CETT allows, under each kernel that could make use of them."""
+        """Return the savings of exact zeros and of CETT, under each kernel that can use them."""
         if not self.inside:
             return []
-        tails = [
-            (f"CETT {c}", kernel, at_cett(c)) for c in CETT for kernel in ("down only", "foreseen")
-        ]
-        return [self.saving(*s) for s in (("exact zeros", "gate first", exact_zeros), *tails)]
+        kernels = ("down only", "foreseen")
+        tails = [self.saving(f"CETT {c}", k, at_cett(c)) for c in CETT for k in kernels]
+        return [self.saving("exact zeros", "gate first", exact_zeros), *tails]
 
     def saving(
         self, rule: str, kernel: str, value: Callable[[MlpStatistics | RouterStatistics], float]
     ) -> Saving:
+        """Return what `kernel` saves if `value` gives the sparsity of each part."""
         before, left = Cost(0, 0), Cost(0, 0)
         for layer in self.layers:
             inside = layer.inside
@@ -316,32 +333,29 @@ class Analysis:
                 share = sparsity.REMAINING[kernel](value(part), part.gated) if part else 1.0
                 before = Cost(before.flops + work.flops, before.nbytes + work.nbytes)
                 left = Cost(left.flops + share * work.flops, left.nbytes + share * work.nbytes)
-        return Saving(
-            rule=rule,
-            kernel=kernel,
-            sparsity=self.mean(value, self.inside),
-            before=before,
-            after=left,
-        )
+        mean = self.mean(value, self.inside)
+        return Saving(rule=rule, kernel=kernel, sparsity=mean, before=before, after=left)
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Over all dense MLPs, and over all routed experts."""
-        found: dict[str, Any] = (
-            {}
-            if not self.mlps
-            else {
+        """Return means and counts over all dense MLPs and over all routed experts."""
+        found: dict[str, Any] = {}
+        if self.mlps:
+            found = {
                 **_means(self, self.mlps),
                 "firing_rate": self.mean(firing_rate),
                 "dead": sum(int((m.active == 0).sum()) for m in self.mlps),
                 "neurons": sum(m.width for m in self.mlps),
             }
-        )
-        routed = [router for router in self.routers if router.product]
-        return found | ({"routed_experts": _means(self, routed)} if routed else {})
+        if routed := [router for router in self.routers if router.product]:
+            found["routed_experts"] = _means(self, routed)
+        return found
 
     def as_dict(self, device: Device) -> dict[str, Any]:
-        """For JSON; `device` is what the savings are timed on, one sequence at a time."""
+        """Return the whole analysis for JSON.
+
+        The savings are timed on `device`, decoding one sequence.
+        """
         return _finite(
             {
                 "source": self.source,
@@ -361,18 +375,16 @@ class Analysis:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that is counted per neuron, expert or bin: "layers.3.mlp.active"."""
+        """Return all counts per neuron, expert or bin, by names like "layers.3.mlp.active"."""
         found = {"histogram.edges": edges()}
         for layer in self.layers:
             for part, value in (("mlp", layer.mlp), ("router", layer.router)):
-                found |= {
-                    f"layers.{layer.index}.{part}.{n}": t
-                    for n, t in (value.tensors() if value else {}).items()
-                }
+                tensors = value.tensors() if value else {}
+                found |= {f"layers.{layer.index}.{part}.{n}": t for n, t in tensors.items()}
         return found
 
     def save(self, folder: Path, device: Device) -> None:
-        """analysis.safetensors and analysis.json."""
+        """Write analysis.safetensors and analysis.json to `folder`, which is made if needed."""
         folder.mkdir(parents=True, exist_ok=True)
         save_tensors(self.tensors(), folder / "analysis.safetensors")
         text = json.dumps(self.as_dict(device), indent=2, ensure_ascii=False)
@@ -380,15 +392,17 @@ class Analysis:
 
 
 def firing_rate(mlp: MlpStatistics) -> float:
+    """Return the mean firing rate of the neurons."""
     return mlp.rate.mean().item()
 
 
 def exact_zeros(part: MlpStatistics | RouterStatistics) -> float:
+    """Return the fraction of products that are exactly 0; NaN if they were not seen."""
     return part.product.zero if part.product else math.nan
 
 
 def at_cett(cett: float) -> Callable[[MlpStatistics | RouterStatistics], float]:
-    """The sparsity at that error."""
+    """Return the function that gives the sparsity at this error."""
     return lambda part: part.at(cett).sparsity
 
 
@@ -398,7 +412,10 @@ def _means(a: Analysis, parts: Sequence[MlpStatistics | RouterStatistics]) -> di
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """With the permissions of any other file: `save_file` leaves 0600."""
+    """Write a safetensors file with the permissions of any other file.
+
+    `safetensors.torch.save_file` would leave 0600.
+    """
     from safetensors.torch import save
 
     path.write_bytes(save({n: t.contiguous() for n, t in tensors.items()}))
@@ -413,8 +430,9 @@ def _spread(d: Distribution) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: None stands for it, as where an MLP that is zero leaves nothing to divide
-    by.
+    """Replace NaN and infinity by None, since JSON has neither.
+
+    An MLP of zeros gives NaN: its CETT divides by the norm of its output.
     """
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
@@ -424,7 +442,7 @@ def _finite(value: Any) -> Any:
 
 
 def _mlp_work(weights: Weights, index: int) -> dict[str, Cost]:
-    """FLOPs and bytes of one token in the MLPs of a layer, by role."""
+    """Return the FLOPs and bytes of one token in the MLPs of a layer, by role."""
     found = {}
     for layer in weights.layers:
         if layer.index == index:
@@ -461,11 +479,8 @@ class _Observers:
         if taps.parts.down is not None:
             taps_of = ("gate", "input", *(("up",) if taps.family.gated else ()), "product")
             found.dense = {name: Histogram(name, EVERY) for name in taps_of}
-            found.dense |= {
-                name: make()
-                for name, make in _DENSE.items()
-                if coactivation or name != "coactivation"
-            }
+            wanted = {n: m for n, m in _DENSE.items() if coactivation or n != "coactivation"}
+            found.dense |= {name: make() for name, make in wanted.items()}
         if taps.parts.router is not None:
             found.routed = {
                 "routing": collectors.Routing(taps.experts),
@@ -500,20 +515,25 @@ def analyze(
     seed: int = 0,
     progress: Progress = lambda n: None,
 ) -> Analysis:
-    """Walk the checkpoint over the sample and count.
+    """Walk the checkpoint over the sample, one layer in memory at a time, and measure every MLP.
 
-    `coactivation` is given AᵀA of each layer, which would not fit in memory for all of them. `seed`
-    chooses the tokens of the reservoir. Where torch.distributed is up, each process takes its part
-    of the sequences and all of them return the same. Hidden states beyond `memory_budget` bytes go
-    to a temporary file.
+    `coactivation` is called with each layer and its co-activation matrix AᵀA [F, F], since the
+    matrices of all layers would not fit in memory together. `seed` chooses the tokens of the
+    reservoir. If torch.distributed is initialized, each process takes its share of the sequences
+    and all of them return the same analysis. Hidden states beyond `memory_budget` bytes go to a
+    temporary file. `progress` is called with 1 after each layer.
+
+    Raises UsageError if the co-activation would be too large, or if there are more processes than
+    sequences.
+
+    Example:
+        checkpoint = open_checkpoint("Qwen/Qwen3-0.6B")
+        sample = sample_ids(checkpoint, tokens=4096, sequence_length=512)
+        print(analyze(checkpoint, sample).totals["firing_rate"])
     """
     weights = weigh(checkpoint, checkpoint.config)
-    widest = max((w for layer in weights.layers for w in layer.widths.values()), default=0)
-    if coactivation is not None and widest > LARGEST_COACTIVATION:
-        raise UsageError(
-            f"the co-activation of {widest:,} neurons takes {4e-9 * widest**2:.1f} GB a layer",
-            f"it is counted for {LARGEST_COACTIVATION:,} at most: leave it out",
-        )
+    if coactivation is not None:
+        _require_small(weights)
     mine = _mine(sample)
     walk = Walk(
         checkpoint, sample.input_ids[mine], dtype=dtype, device=device, memory_budget=memory_budget
@@ -534,8 +554,18 @@ def analyze(
     )
 
 
+def _require_small(weights: Weights) -> None:
+    """Raise UsageError if a layer has too many neurons for a matrix of their co-activation."""
+    widest = max((w for layer in weights.layers for w in layer.widths.values()), default=0)
+    if widest > LARGEST_COACTIVATION:
+        raise UsageError(
+            f"the co-activation of {widest:,} neurons takes {4e-9 * widest**2:.1f} GB a layer",
+            f"leave it out: it is counted for {LARGEST_COACTIVATION:,} neurons at most",
+        )
+
+
 def _mine(sample: Sample) -> slice:
-    """The sequences of this process."""
+    """Return which sequences this process takes."""
     rank, world = processes()
     if world > len(sample.input_ids):
         raise UsageError(
@@ -546,20 +576,18 @@ def _mine(sample: Sample) -> slice:
 
 
 def _batches(sample: Sample, walk: Walk, mine: slice, seed: int) -> list[dict[str, Any]]:
-    """mask, its runs, sampled and index of each batch. The reservoir is drawn from the tokens that
-    count, once for all layers.
+    """Return for each batch: mask, the runs of the mask, sampled and index.
+
+    The reservoir is drawn once for all layers, from the tokens that count.
     """
     mask = sample.mask
     index = torch.arange(mask.numel()).view_as(mask)
     counted = index[mask]
-    drawn = counted[
-        torch.randperm(len(counted), generator=torch.Generator().manual_seed(seed))[:SAMPLED]
-    ]
-    sampled = torch.isin(index, drawn)
+    order = torch.randperm(len(counted), generator=torch.Generator().manual_seed(seed))
+    sampled = torch.isin(index, counted[order[:SAMPLED]])
     sizes = [len(h) for h in walk.hidden]
-    parts = zip(
-        *(t[mine].to(walk.device).split(sizes) for t in (mask, sampled, index)), strict=True
-    )
+    split = [t[mine].to(walk.device).split(sizes) for t in (mask, sampled, index)]
+    parts = zip(*split, strict=True)
     return [{"mask": m, "runs": runs_of(m), "sampled": s, "index": i} for m, s, i in parts]
 
 
@@ -570,6 +598,7 @@ def _observe(
     activation: str,
     coactivation: Sink | None,
 ) -> LayerAnalysis:
+    """Run one layer and return its figures."""
     family, config = walk.blocks.family, walk.checkpoint.text_config
     with tapped(layer.module, family, config) as taps:
         seen = _Observers.of(taps, coactivation is not None)
@@ -590,13 +619,12 @@ def _observe(
 
 
 def _mlp(found: Mapping[str, Any], taps: Taps, family: Family, activation: str) -> MlpStatistics:
-    """The figures of one dense MLP, whose weights are loaded."""
+    """Return the figures of one dense MLP, whose weights are loaded."""
     activity, reuse, inputs = (found[name].state for name in ("activity", "reuse", "inputs"))
     tokens, width = int(activity["tokens"]), len(activity["active"])
     weight = taps.parts.down.weight  # type: ignore[union-attr]
     down = weight.detach() if family.transposed else weight.detach().T  # [F, H]
     rows = {tap: x.to(weight.device) for tap, x in found["reservoir"].result().items()}
-    unions = 1 - reuse["union"].double() / (reuse["windows"].clamp_min(1) * width)
     gate = found["gate"].result()
     part = Part(product=rows["product"], output=rows["output"], down=down)
     return MlpStatistics(
@@ -613,13 +641,7 @@ def _mlp(found: Mapping[str, Any], taps: Taps, family: Family, activation: str) 
         nonzero=activity["nonzero"],
         mass=activity["magnitude"] / tokens * part.sizes.cpu().double(),
         overlap=reuse["shared"].item() / max(1, reuse["after"].item()),
-        unions={
-            w: u
-            for w, u, n in zip(
-                collectors.WINDOWS, unions.tolist(), reuse["windows"].tolist(), strict=True
-            )
-            if n
-        },
+        unions=_unions(reuse, width),
         truncations=tuple(sparsity.truncations([part], CETT)),
         linearity=sparsity.linearity(
             rows["input"],
@@ -636,10 +658,16 @@ def _mlp(found: Mapping[str, Any], taps: Taps, family: Family, activation: str) 
     )
 
 
+def _unions(reuse: Mapping[str, Tensor], width: int) -> dict[int, float]:
+    """Return the share of idle neurons for each window that fits into the sequences."""
+    windows = reuse["windows"]
+    idle = 1 - reuse["union"].double() / (windows.clamp_min(1) * width)
+    rows = zip(collectors.WINDOWS, idle.tolist(), windows.tolist(), strict=True)
+    return {window: share for window, share, count in rows if count}
+
+
 def _dead_half(gate: Distribution, activation: str) -> float:
-    """The fraction of gates that the activation makes an exact zero, taken at the lower edges of
-    the bins.
-    """
+    """Return the fraction of gates with act(gate) = 0, judged at the lower edge of each bin."""
     from transformers.activations import ACT2FN
 
     act: Any = ACT2FN[activation] if activation in ACT2FN else nn.Identity()
@@ -670,21 +698,19 @@ def _routed(found: Mapping[str, Any], taps: Taps, family: Family) -> RouterStati
 
 
 def _experts(rows: Mapping[str, Tensor], taps: Taps, family: Family) -> Iterator[Part]:
-    """The sampled tokens in each expert that one of them was sent to."""
+    """Yield one Part for each expert that a sampled token was sent to."""
     chosen, counts = rows["expert"].unique_consecutive(return_counts=True)
     for e, product in zip(chosen.tolist(), rows["product"].split(counts.tolist()), strict=True):
         down, bias = _down(taps.parts.experts, family, e)
         product = product.to(down.device)
-        yield Part(
-            product=product,
-            output=product @ down if bias is None else product @ down + bias,
-            down=down,
-        )
+        output = product @ down if bias is None else product @ down + bias
+        yield Part(product=product, output=output, down=down)
 
 
 def _down(experts: Any, family: Family, e: int) -> tuple[Tensor, Tensor | None]:
-    """W_down [F, H] of an expert, and its bias, in the module that transformers keeps it in (see
-    observe).
+    """Return W_down [F, H] of expert `e` and its bias, wherever transformers keeps them.
+
+    See `surgery/calibration/observe.py` for the two layouts.
     """
     if isinstance(experts, nn.ModuleList):
         linear = getattr(experts[e], str(leaves(family)["down"]))

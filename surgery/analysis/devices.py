@@ -1,8 +1,8 @@
-"""Devices, and the roofline: a step takes the longer of streaming its bytes and doing its FLOPs.
+"""Devices and the roofline model of a decoding step.
 
-S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model for
-multicore architectures", CACM 2009. Both rates are peaks: no kernel reaches them, so the times are
-lower bounds.
+A step takes the longer of streaming its bytes and doing its FLOPs: S. Williams, A. Waterman, D.
+Patterson, "Roofline: an insightful visual performance model for multicore architectures", CACM
+2009. Both rates are peaks that no kernel reaches, so the times are lower bounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from surgery.families.roles import MLP_ROLES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """`bandwidth` of the memory in bytes/s, `peak` of dense bf16 matrix products in FLOP/s."""
+    """A device: `bandwidth` of the memory in bytes/s, `peak` of dense bf16 products in FLOP/s."""
 
     name: str
     bandwidth: float
@@ -28,10 +28,11 @@ class Device:
 
     @property
     def ridge(self) -> float:
-        """FLOP per byte from which the arithmetic, not the memory, is the limit."""
+        """Return the FLOP per byte above which arithmetic, not memory, is the limit."""
         return self.peak / self.bandwidth
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the device for JSON."""
         return {**asdict(self), "ridge": self.ridge}
 
 
@@ -63,8 +64,9 @@ _PEAK = re.compile(r"([\d.]+)\s*([GTP])FLOP(?:/?s)?", re.IGNORECASE)
 
 
 def parse_device(text: str) -> Device:
-    """A device of the table by its name, or one given as "3.35TB/s,989TFLOP/s". Raises UsageError
-    for anything else.
+    """Return a device of the table by its name, or one given as "3.35TB/s,989TFLOP/s".
+
+    Raises UsageError for anything else.
     """
     if text.lower() in DEVICES:
         return DEVICES[text.lower()]
@@ -72,7 +74,7 @@ def parse_device(text: str) -> Device:
     if not bandwidth or not peak:
         raise UsageError(
             f"no device {text!r} is known",
-            f"one of {', '.join(DEVICES)}; or give 3.35TB/s,989TFLOP/s",
+            f"give one of {', '.join(DEVICES)}, or rates like 3.35TB/s,989TFLOP/s",
         )
     return Device(name=text, bandwidth=_rate(bandwidth), peak=_rate(peak))
 
@@ -83,23 +85,26 @@ def _rate(match: re.Match[str]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One decoding step: FLOPs, and bytes read."""
+    """The FLOPs and the bytes read of one decoding step."""
 
     flops: float
     nbytes: float
 
     @property
     def intensity(self) -> float:
-        """FLOP per byte."""
+        """Return the FLOP per byte; 0 if no byte is read."""
         return self.flops / self.nbytes if self.nbytes else 0.0
 
     def seconds(self, device: Device) -> float:
+        """Return the time in seconds that the step takes on `device` at best."""
         return max(self.nbytes / device.bandwidth, self.flops / device.peak)
 
     def bound(self, device: Device) -> str:
+        """Return "compute" or "memory", whichever limits the step on `device`."""
         return "compute" if self.intensity >= device.ridge else "memory"
 
     def as_dict(self, device: Device) -> dict[str, Any]:
+        """Return the cost for JSON, timed on `device` in milliseconds."""
         return {
             **asdict(self),
             "intensity": self.intensity,
@@ -110,22 +115,18 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decode:
-    """A decoding step of `batch` sequences, each of which gets one token: the MLPs, and the whole
-    model.
-    """
+    """The cost of decoding one token for each of `batch` sequences: MLPs, and whole model."""
 
     device: Device
     batch: int
-    dtype: str | None  # None: as stored
-    context: int  # positions attended to; 0: attention scores and KV cache are left out
+    dtype: str | None  # None means as stored
+    context: int  # positions attended to; 0 leaves out attention scores and the KV cache
     mlp: Cost
     whole: Cost
-    compute_bound_from: (
-        int | None
-    )  # the smallest batch at which the MLPs reach the ridge; None without MLPs
+    compute_bound_from: int | None  # smallest batch that brings the MLPs to the ridge, if any
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: FLOPs, bytes and milliseconds per step, FLOP per byte."""
+        """Return the step for JSON: FLOPs, bytes and milliseconds, FLOP per byte."""
         return {
             "device": self.device.as_dict(),
             "batch": self.batch,
@@ -140,21 +141,21 @@ class Decode:
 def decode(
     weights: Weights, device: Device, *, batch: int = 1, dtype: str | None = None, context: int = 0
 ) -> Decode:
-    """What a decoding step costs on a device, the weights being read once: as stored, or as
-    `dtype`.
+    """Return what one decoding step costs on a device.
 
-    Raises UsageError for a dtype that is not in weigh.BYTES.
+    Every weight is read once, as stored or as if it were stored in `dtype`. `context` is the number
+    of positions that each sequence attends to.
+
+    Raises UsageError for a dtype that is not in `weigh.BYTES`.
     """
     if dtype and dtype not in BYTES:
-        raise UsageError(f"no dtype {dtype!r} is known", f"one of {', '.join(BYTES)}")
+        raise UsageError(f"no dtype {dtype!r} is known", f"give one of {', '.join(BYTES)}")
 
     def mlp(batch: int) -> Cost:
         return mlp_work(weights, batch, dtype)
 
-    whole = Cost(
-        batch * weights.flops(context=context),
-        weights.nbytes(batch=batch, dtype=dtype, context=context),
-    )
+    nbytes = weights.nbytes(batch=batch, dtype=dtype, context=context)
+    whole = Cost(batch * weights.flops(context=context), nbytes)
     return Decode(
         device=device,
         batch=batch,
@@ -167,15 +168,15 @@ def decode(
 
 
 def mlp_work(weights: Weights, batch: int, dtype: str | None = None) -> Cost:
-    """The MLPs' part of a decoding step: routers apart."""
-    return Cost(
-        batch * weights.flops(*MLP_ROLES), weights.nbytes(*MLP_ROLES, batch=batch, dtype=dtype)
-    )
+    """Return the part of a decoding step that the MLPs take, without the routers."""
+    nbytes = weights.nbytes(*MLP_ROLES, batch=batch, dtype=dtype)
+    return Cost(batch * weights.flops(*MLP_ROLES), nbytes)
 
 
 def _first_batch(work: Callable[[int], Cost], ridge: float) -> int:
-    """The smallest batch whose intensity is at least `ridge`: it only grows, since bytes are
-    bounded.
+    """Return the smallest batch whose intensity is at least `ridge`.
+
+    There is one: FLOPs grow with the batch, and the bytes of the weights are bounded.
     """
     high = 1
     while work(high).intensity < ridge:

@@ -1,5 +1,6 @@
-"""What `surgery analyze --out DIR` left in DIR, for operations that need thresholds and no walk of
-their own.
+"""Read thresholds from the folder that `surgery analyze --out DIR` wrote.
+
+Operations that need a threshold per layer can take them from there instead of walking the model.
 """
 
 from __future__ import annotations
@@ -21,23 +22,26 @@ from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import locate
 
-# From the distributions of a layer, the sparsity and the activation.
+# Takes the distributions of a layer, the sparsity and the activation; returns a threshold.
 Quantile = Callable[[Mapping[str, Distribution], float, str], float]
 
 
 def thresholds(
     folder: Path, checkpoint: Checkpoint, rule: str, sparsity: float, layers: Sequence[int]
 ) -> list[float]:
-    """The threshold of each of `layers` that makes this fraction of the products zero, on the
-    stream of the source as it was analysed. `rule` is one of blocks/rules.py.
+    """Return a threshold for each of `layers` that makes this fraction of the products zero.
 
-    Raises SurgeryError for a folder without an analysis, or with that of another model.
+    The thresholds fit the hidden states of the source as it was analysed. `rule` is one of
+    `surgery/blocks/rules.py`.
+
+    Raises UsageError for a rule without a single threshold, and SurgeryError for a folder that
+    holds no analysis or the analysis of another model.
     """
     if rule not in RULES or RULES[rule].cuts not in _QUANTILES:
         served = (name for name, how in RULES.items() if how.cuts in _QUANTILES)
         raise UsageError(
-            f"{rule} has no one threshold that an analysis holds",
-            f"--analysis serves {', '.join(served)}",
+            f"the rule {rule} has no threshold that an analysis could give",
+            f"use --analysis with one of {', '.join(served)}",
         )
     report, tensors = _read(folder)
     found = {layer["layer"]: layer for layer in report["layers"]}
@@ -46,8 +50,8 @@ def thresholds(
         width, seen = blocks.mlp(index).width, (found.get(index) or {}).get("mlp") or {}
         if seen.get("width") != width or len(found) != blocks.count:
             raise SurgeryError(
-                f"{folder} analyses {len(found)} layers, layer {index} {seen.get('width')} neurons wide; the model has "
-                f"{blocks.count}, {width} wide",
+                f"{folder} analyses {len(found)} layers, with {seen.get('width')} neurons in layer "
+                f"{index}; the model has {blocks.count} layers, with {width} neurons there",
                 "give the analysis of this very model",
             )
     act = str(report["activation"])
@@ -58,21 +62,15 @@ def thresholds(
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    hint = f"run surgery analyze MODEL --out {folder}"
     try:
         report = json.loads((folder / "analysis.json").read_bytes())
         tensors = load_file(folder / "analysis.safetensors")
     except (OSError, ValueError, SafetensorError) as e:
-        raise SurgeryError(
-            f"no analysis in {folder}: {e}", f"surgery analyze MODEL --out {folder}"
-        ) from None
-    if (
-        not isinstance(report, dict)
-        or not isinstance(report.get("layers"), list)
-        or "activation" not in report
-    ):
-        raise SurgeryError(
-            f"{folder / 'analysis.json'} is no analysis", f"surgery analyze MODEL --out {folder}"
-        )
+        raise SurgeryError(f"no analysis in {folder}: {e}", hint) from None
+    shaped = isinstance(report, dict) and isinstance(report.get("layers"), list)
+    if not shaped or "activation" not in report:
+        raise SurgeryError(f"{folder / 'analysis.json'} is not an analysis", hint)
     return report, tensors
 
 
@@ -91,18 +89,20 @@ def _distributions(
 
 
 def _activated(of: Mapping[str, Distribution], sparsity: float, act: str) -> float:
-    """The quantile of |act(gate)|, at the middles of the bins: act need not be monotone."""
+    """Return the quantile of |act(gate)|, evaluated at the middle of each bin.
+
+    The bins are sorted by |act| first, since act need not be monotone.
+    """
     middles = (edges()[1:] + edges()[:-1]) / 2
     values = ACT2FN[act](torch.cat([middles, -middles, torch.zeros(1)]).double()).abs()
-    shares = torch.cat(
-        [of["gate"].shares.double().flatten(), torch.tensor([of["gate"].zero]).double()]
-    )
+    zero = torch.tensor([of["gate"].zero]).double()
+    shares = torch.cat([of["gate"].shares.double().flatten(), zero])
     order = values.argsort()
     reached = shares[order].cumsum(0)
     return float(values[order][min(len(order) - 1, int((reached < sparsity).sum()))])
 
 
-# By what a threshold is compared with; "both" has no one threshold.
+# By the quantity that a threshold is compared with; the rules on "both" have no single threshold.
 _QUANTILES: Mapping[str, Quantile] = {
     "gate": lambda of, sparsity, act: of["gate"].quantile(sparsity),
     "activated": _activated,

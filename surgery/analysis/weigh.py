@@ -1,17 +1,17 @@
-"""Where the weights of a model are and what one token costs, from names, shapes and dtypes alone.
+"""Weigh a model, from names, shapes and dtypes alone: where its weights are, what a token costs.
 
-A checkpoint gives them by its headers, a bare config.json by the `transformers` class built on the
-meta device: no formula of a shape is written here. Conventions:
+The shapes come from the headers of a checkpoint, or from the `transformers` class of a bare
+config.json built on the meta device, so no formula for a shape is written here. Conventions:
 
-- *Active* parameters are those multiplied for one token: not the input embedding, which is a lookup
-  (a tied table counts once, as the head), with top_k of the E routed experts. So count the notes on
-  DeepSeek-V3's weight files (36.6 B of 671 B) and the model card of gpt-oss (5.1 B of 117 B, arXiv
-  2508.10925). Others add the input embedding: 37 B, 12.9 B of Mixtral, 22 B of Qwen3, 17 B of
-  Maverick; `active_with_embedding` is theirs.
-- FLOPs are 2 per multiply-accumulate: 2 × active weight matrices. Biases and norms are apart,
-  attention scores are counted for a given context only.
-- Bytes are those of the weights that a decoding step streams. B tokens that are routed uniformly
-  touch E·(1 − (1 − k/E)^B) experts.
+- *Active* parameters are those multiplied for one token, with top_k of the E routed experts. The
+  input embedding is a lookup and not among them; a tied table counts once, as the head. The notes
+  on DeepSeek-V3's weight files (36.6 B of 671 B) and the model card of gpt-oss (5.1 B of 117 B,
+  arXiv 2508.10925) count this way. Others add the input embedding: 37 B, 12.9 B for Mixtral, 22 B
+  for Qwen3, 17 B for Maverick; `active_with_embedding` is that number.
+- FLOPs are 2 per multiply-accumulate, hence 2 × the active weight matrices. Biases and norms are
+  left out, and attention scores are counted for a given context only.
+- Bytes are those of the weights that a decoding step streams. B tokens routed uniformly touch E·(1
+  − (1 − k/E)^B) experts.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from surgery.families.roles import (
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
 
-# Bytes per parameter under a given dtype; mxfp4 and nvfp4 with their scales (one byte per 32 and
-# per 16 values).
+# Bytes per parameter in a given dtype. mxfp4 and nvfp4 include their scales, one byte per 32 and
+# per 16 values.
 BYTES = {
     "fp32": 4.0,
     "bf16": 2.0,
@@ -56,20 +56,17 @@ BYTES = {
     "nvfp4": 4.5 / 8,
 }
 CACHE_BYTES = 2  # per element of the KV cache
-PACKED = (  # parameters per stored element; scales are bytes, not parameters
+PACKED = (  # parameters per stored element; scales have bytes but no parameters
     (re.compile(r"_blocks$"), 2),
     (re.compile(r"(weight_scale|weight_scale_inv|input_scale|_proj_scales)$"), 0),
 )
-GATES = tuple(
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"(silu|swish)$", "SwiGLU"),
-        (r"gelu", "GeGLU"),
-        (r"relu$", "ReGLU"),
-        (r"sigmoid$", "GLU"),
-    )
+GATES = (
+    (re.compile(r"(silu|swish)$"), "SwiGLU"),
+    (re.compile(r"gelu"), "GeGLU"),
+    (re.compile(r"relu$"), "ReGLU"),
+    (re.compile(r"sigmoid$"), "GLU"),
 )
-# Where a config of an unknown family may keep a fact.
+# Keys under which the config of an unknown family may keep a fact.
 LAYERS_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
 TOP_K_KEYS = (
@@ -92,9 +89,7 @@ WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attentio
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Sums over the tensors of one role; `matrices` are the parameters that are multiplied, biases
-    and norms apart.
-    """
+    """Sums over the tensors of one role; `matrices` leaves out biases and norms."""
 
     parameters: int = 0
     matrices: int = 0
@@ -110,8 +105,10 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """Attention per position of the context: multiply-accumulates, cached elements; `window` bounds
-    the positions.
+    """The cost of attention per position of the context.
+
+    `multiplications` counts multiply-accumulates, `cached` elements of the KV cache; a sliding
+    `window` bounds the positions.
     """
 
     multiplications: int
@@ -119,12 +116,13 @@ class Scores:
     window: int | None = None
 
     def positions(self, context: int) -> int:
+        """Return how many positions of the context are attended to."""
         return min(context, self.window or context)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """A decoder layer, or (index None) all that stands outside of them."""
+    """The weights of a decoder layer, or, if `index` is None, all weights outside of them."""
 
     prefix: str = ""
     index: int | None = None
@@ -135,22 +133,23 @@ class LayerWeights:
     scores: Scores | None = None
 
     def touched(self, role: str, batch: int = 1) -> float:
-        """The share of the role's weights that `batch` tokens multiply, in expectation under
-        uniform routing.
+        """Return the share of a role's weights that `batch` tokens multiply.
+
+        For routed experts it is the expectation under uniform routing.
         """
         if role in IDLE_ROLES:
             return 0.0
         return 1 - (1 - self.top_k / self.experts) ** batch if role == "routed_experts" else 1.0
 
     def active(self, role: str) -> int:
-        """Parameters multiplied for one token."""
-        return (
-            round(self.tallies[role].parameters * self.touched(role)) if role in self.tallies else 0
-        )
+        """Return the parameters multiplied for one token."""
+        if role not in self.tallies:
+            return 0
+        return round(self.tallies[role].parameters * self.touched(role))
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Equal for layers that weigh the same."""
+        """Return a key that is equal for layers that weigh the same."""
         return (self.prefix, tuple(self.tallies.items()), self.experts, self.top_k)
 
 
@@ -164,7 +163,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """What a model weighs. Roles are those of `families.roles`; no role given means all of them."""
+    """What a model weighs. Roles are those of `families.roles`; giving none means all of them."""
 
     model_type: str
     hidden_size: int
@@ -178,52 +177,51 @@ class Weights:
 
     @property
     def parts(self) -> tuple[LayerWeights, ...]:
+        """Return what is outside the layers, then the layers."""
         return (self.outside, *self.layers)
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Those present, in the order of a report."""
+        """Return the roles that are present, in the order of a report."""
         return tuple(r for r in ROLES if any(r in part.tallies for part in self.parts))
 
     @property
     def gate(self) -> str:
-        """The kind of gate: "SwiGLU", ..., "gated" by another function, or "none"."""
+        """Return the kind of gate: "SwiGLU", ..., "gated" for another function, or "none"."""
         kinds = (name for pattern, name in GATES if pattern.match(self.activation))
         return next(kinds, "gated") if self.gated else "none"
 
     @property
     def mlp_share(self) -> float:
+        """Return the share of the parameters that the MLPs hold."""
         return self.parameters(*MLP_ROLES) / self.parameters()
 
     def parameters(self, *roles: str) -> int:
+        """Return the number of parameters."""
         return sum(tally.parameters for _, _, tally in self._entries(roles))
 
     def active(self, *roles: str) -> int:
-        """Parameters multiplied for one token."""
+        """Return the number of parameters multiplied for one token."""
         return sum(part.active(role) for part, role, _ in self._entries(roles))
 
     @property
     def active_with_embedding(self) -> int:
-        """The other convention: with the whole input embedding."""
+        """Return the active parameters plus the whole input embedding."""
         return self.active() + self.parameters("embedding")
 
     def flops(self, *roles: str, context: int = 0) -> float:
-        """Forward FLOPs per token, with the attention scores over `context` positions."""
-        weights = sum(
-            2 * tally.matrices * part.touched(role) for part, role, tally in self._entries(roles)
-        )
-        scores = (
-            part.scores
-            for part, role, _ in self._entries(roles)
-            if role == "attention" and part.scores
-        )
+        """Return the forward FLOPs per token, with attention scores over `context` positions."""
+        entries = list(self._entries(roles))
+        weights = sum(2 * tally.matrices * part.touched(role) for part, role, tally in entries)
+        scores = (p.scores for p, role, _ in entries if role == "attention" and p.scores)
         return weights + sum(2 * s.multiplications * s.positions(context) for s in scores)
 
     def nbytes(
         self, *roles: str, batch: int = 1, dtype: str | None = None, context: int = 0
     ) -> float:
-        """Bytes that a decoding step of `batch` sequences reads: weights (stored, or as `dtype`)
-        and the KV cache.
+        """Return the bytes that a decoding step of `batch` sequences reads.
+
+        They are those of the weights, as stored or as if stored in `dtype`, and of the KV cache.
         """
         total = 0.0
         for part, role, tally in self._entries(roles):
@@ -234,21 +232,19 @@ class Weights:
         return total
 
     def groups(self) -> list[LayerGroup]:
-        """The decoder layers, those that weigh the same together, in the order of their first."""
+        """Return the decoder layers grouped by weight, in the order of each group's first."""
         kinds: dict[tuple[Any, ...], list[LayerWeights]] = {}
         for layer in self.layers:
             kinds.setdefault(layer.kind, []).append(layer)
         several = len({layer.prefix for layer in self.layers}) > 1
+        prefixes = [f"{same[0].prefix} " if several else "" for same in kinds.values()]
         return [
-            LayerGroup(
-                label=f"{same[0].prefix} {_label(same)}" if several else _label(same),
-                layers=tuple(same),
-            )
-            for same in kinds.values()
+            LayerGroup(label=prefix + _label(same), layers=tuple(same))
+            for prefix, same in zip(prefixes, kinds.values(), strict=True)
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: counts of parameters, FLOPs per token, bytes."""
+        """Return the counts for JSON: parameters, FLOPs per token, bytes."""
         roles = {
             role: {
                 "parameters": self.parameters(role),
@@ -277,6 +273,7 @@ class Weights:
         }
 
     def _entries(self, roles: Sequence[str]) -> Iterator[tuple[LayerWeights, str, Tally]]:
+        """Yield every tally of these roles, with the part it belongs to."""
         for part in self.parts:
             for role, tally in part.tallies.items():
                 if not roles or role in roles:
@@ -284,42 +281,34 @@ class Weights:
 
 
 def weigh(model: Checkpoint | Shapes, config: Mapping[str, Any]) -> Weights:
-    """The weights of a checkpoint, or of names mapped to (shape, dtype), under its config.json.
+    """Weigh a checkpoint, or a mapping of names to (shape, dtype), under its config.json.
 
-    A family in no table is weighed by the generic rules of `families.roles`; tensors that they do
-    not know have the role `other`, are taken as active, and are named in the notes.
+    Reads no weight. A family that is in no table is weighed by the generic rules of
+    `families.roles`. Tensors that those rules do not know get the role `other`, count as active,
+    and are named in the notes.
+
+    Example:
+        checkpoint = open_checkpoint("Qwen/Qwen3-0.6B")
+        print(f"{weigh(checkpoint, checkpoint.config).mlp_share:.0%} of the weights are in MLPs")
     """
-    shapes = (
-        {n: (t.shape, t.dtype) for n, t in model.tensors.items()}
-        if isinstance(model, Checkpoint)
-        else model
-    )
+    if isinstance(model, Checkpoint):
+        model = {n: (t.shape, t.dtype) for n, t in model.tensors.items()}
+    shapes: Shapes = model
     text, family = config.get("text_config") or config, _family(config)
     facts = _Facts.of(text, family)
     entries, tied, unknown = _sort(shapes, family, facts.layers)
-    operated = config.get("surgery_blocks") or ()
-    blocks = {
-        i: b for b in operated if b["kind"] == "experts" or _finds_neurons(b) for i in b["layers"]
-    }
-    named = (b.get("activation") for b in operated if b["kind"] in ("sparse", "experts"))
-    activations = dict.fromkeys(filter(None, named))
+    blocks = _weighed_blocks(config)
     _move_neurons(entries, blocks)
-    parts = [
-        _measure(found, prefix, index, facts, blocks.get(index))
-        for (prefix, index), found in entries.items()
-    ]
+    parts = [_measure(e, place, facts, blocks.get(place[1])) for place, e in entries.items()]
     layers = [part for part in parts if part.index is not None]
+    gated = any(GATED.search(name) for name in shapes if not TOWERS.search(name))
     return Weights(
         model_type=str(text.get("model_type") or config.get("model_type")),
         hidden_size=facts.hidden_size,
-        layers=tuple(
-            sorted(layers, key=lambda layer: (natural_key(layer.prefix), layer.index or 0))
-        ),
+        layers=tuple(sorted(layers, key=lambda part: (natural_key(part.prefix), part.index or 0))),
         outside=next(part for part in parts if part.index is None),
-        activation=", ".join(activations) or facts.activation,
-        gated=family.gated
-        if family
-        else any(GATED.search(name) for name in shapes if not TOWERS.search(name)),
+        activation=_block_activations(config) or facts.activation,
+        gated=family.gated if family else gated,
         tied=tied,
         dtypes=_by_dtype(shapes),
         notes=tuple(_notes(config, shapes, facts, parts, unknown)),
@@ -327,41 +316,50 @@ def weigh(model: Checkpoint | Shapes, config: Mapping[str, Any]) -> Weights:
 
 
 def shapes_of(config: Mapping[str, Any]) -> Shapes:
-    """Names, shapes and dtypes of the model that config.json describes, by its `transformers` class
-    on the meta device.
+    """Return names, shapes and dtypes of the model that config.json describes.
 
-    Raises SurgeryError where the installed transformers has no such class, or refuses the config.
+    They are those of its `transformers` class, built on the meta device.
+
+    Raises SurgeryError if the installed transformers has no such class, or refuses the config.
     """
     import torch
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
     model_type, named = config.get("model_type"), (config.get("architectures") or [None])[0]
-    version, hint = (
-        f"transformers {transformers.__version__}",
-        "weigh the checkpoint itself: its headers are enough",
-    )
+    version = f"transformers {transformers.__version__}"
+    hint = "weigh the checkpoint itself: its headers are enough"
     if model_type not in transformers.CONFIG_MAPPING:
         raise SurgeryError(f"{version} has no model_type {model_type!r}", hint)
     try:
         model_config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(config))
     except StrictDataclassError as error:
         raise SurgeryError(f"{version} refuses this config.json: {error}", hint) from error
-    cls = getattr(transformers, str(named), None)
+    build = getattr(transformers, str(named), None) or transformers.AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        model = (
-            cls(model_config)
-            if cls
-            else transformers.AutoModelForCausalLM.from_config(model_config)
-        )
+        model = build(model_config)
     dtype = _config_dtype(config)
     return {name: (tuple(p.shape), dtype) for name, p in model.named_parameters()}
+
+
+def _weighed_blocks(config: Mapping[str, Any]) -> dict[int | None, Mapping[str, Any]]:
+    """Return, by layer, the custom-code blocks whose MLP is weighed as a mixture of experts."""
+    blocks = config.get("surgery_blocks") or ()
+    mixtures = [b for b in blocks if b["kind"] == "experts" or _finds_neurons(b)]
+    return {index: block for block in mixtures for index in block["layers"]}
+
+
+def _block_activations(config: Mapping[str, Any]) -> str:
+    """Return the activations that custom-code blocks name, which override the config's own."""
+    blocks = config.get("surgery_blocks") or ()
+    named = (b.get("activation") for b in blocks if b["kind"] in ("sparse", "experts"))
+    return ", ".join(dict.fromkeys(filter(None, named)))
 
 
 # --- tensors to layers ----------------------------------------------------------------------------
 
 
-_Place = tuple[str, int | None]  # prefix and index of a layer
+_Place = tuple[str, int | None]  # prefix and index of a layer; no index outside the layers
 _OUTSIDE: _Place = ("", None)
 
 
@@ -376,12 +374,12 @@ class _Entry:
 def _sort(
     shapes: Shapes, family: Family | None, count: int
 ) -> tuple[dict[_Place, list[_Entry]], bool, list[str]]:
-    """The tensors by layer, whether the head is the embedding, and the names that no rule knows."""
+    """Return the tensors by layer, whether the head is tied, and the names that no rule knows."""
     parts: dict[_Place, list[_Entry]] = {_OUTSIDE: []}
     classify, unknown = classifier(family), []
     for name, (shape, dtype) in shapes.items():
         match = LAYER.match(name)
-        # Past the last decoder layer stands multi-token prediction.
+        # Layers past the last decoder layer are for multi-token prediction.
         idle = TOWERS.search(name) or (match and count and int(match["index"]) >= count)
         inside = bool(match) and not idle
         key = (match["prefix"], int(match["index"])) if match and inside else _OUTSIDE
@@ -389,14 +387,13 @@ def _sort(
         role = "towers" if idle else classify(EXPERT.sub("experts.0.", path), inside)
         if role == "other":
             unknown.append(name)
-        parts.setdefault(key, []).append(
-            _Entry(role, path, shape, _tally(path, role, shape, dtype))
-        )
-    tied = not any(e.role == "head" for e in parts[_OUTSIDE])
+        entry = _Entry(role, path, shape, _tally(path, role, shape, dtype))
+        parts.setdefault(key, []).append(entry)
+    outside = parts[_OUTSIDE]
+    tied = not any(e.role == "head" for e in outside)
     if tied:
-        parts[_OUTSIDE] = [
-            dataclasses.replace(e, role="head") if _is_table(e) else e for e in parts[_OUTSIDE]
-        ]
+        as_head = [dataclasses.replace(e, role="head") if _is_table(e) else e for e in outside]
+        parts[_OUTSIDE] = as_head
     return parts, tied, unknown
 
 
@@ -412,18 +409,20 @@ def _tally(path: str, role: str, shape: tuple[int, ...], dtype: str) -> Tally:
 
 
 def _finds_neurons(block: Mapping[str, Any]) -> bool:
-    """Whether it is a memory of an MLP's own neurons (surgery/blocks/memory_mlp.py): experts of one
-    neuron, of which a token reads knn.
+    """Return whether a block finds an MLP's own neurons by product keys.
+
+    It is then weighed as experts of one neuron each, of which a token reads `knn`. See
+    `surgery/blocks/memory_mlp.py`.
     """
     return block["kind"] == "memory" and block["slots"] == "neurons"
 
 
 def _move_neurons(
-    entries: dict[_Place, list[_Entry]], blocks: Mapping[int, Mapping[str, Any]]
+    entries: dict[_Place, list[_Entry]], blocks: Mapping[int | None, Mapping[str, Any]]
 ) -> None:
-    """Tables of neurons stand outside the layers: into the layer that reads them."""
+    """Move tables of neurons, which are stored outside the layers, to the layer that reads them."""
     for place in list(entries):
-        block = None if place[1] is None else blocks.get(place[1])
+        block = blocks.get(place[1])
         if block and _finds_neurons(block):
             moved = [e for e in entries[_OUTSIDE] if f".{block['shared']}." in f".{e.path}"]
             entries[_OUTSIDE] = [e for e in entries[_OUTSIDE] if e not in moved]
@@ -431,13 +430,13 @@ def _move_neurons(
 
 
 def _as_experts(entry: _Entry, block: Mapping[str, Any]) -> Iterator[_Entry]:
-    """A tensor of an MLP that is a mixture (surgery/blocks/experts_mlp.py): what its shared neurons
-    have of it, and its experts.
+    """Yield what the shared neurons and the experts of a mixture hold of one of its MLP's tensors.
+
+    See `surgery/blocks/experts_mlp.py`.
     """
-    part = entry.path.removeprefix(f"{block['mlp']}.").rpartition(".")
-    if part[0] not in (block["gate"], block["up"], block["down"]) or (
-        part[0] == block["down"] and part[2] == "bias"
-    ):
+    module, _, leaf = entry.path.removeprefix(f"{block['mlp']}.").rpartition(".")
+    is_matrix = module in (block["gate"], block["up"], block["down"])
+    if not is_matrix or (module == block["down"] and leaf == "bias"):
         yield entry
         return
     experts, t = block["experts"], entry.tally
@@ -451,42 +450,46 @@ def _as_experts(entry: _Entry, block: Mapping[str, Any]) -> Iterator[_Entry]:
 
 def _measure(
     entries: Sequence[_Entry],
-    prefix: str,
-    index: int | None,
+    place: _Place,
     facts: _Facts,
     block: Mapping[str, Any] | None = None,
 ) -> LayerWeights:
-    """The sums by role of a layer, its experts, and the width F of each kind of MLP it has.
-    `block`: that of a mixture or of neurons in a memory, whose code travels."""
-    mixture = (0, facts.top_k)
+    """Return the sums of a layer by role, its experts, and the width F of each kind of MLP in it.
+
+    `block` is the custom-code block of a mixture, or of a memory that finds neurons, if any.
+    """
+    experts, top_k = 0, facts.top_k
     if block and _finds_neurons(block):
-        mixture = (block["keys"] ** 2, block["knn"])
+        experts, top_k = block["keys"] ** 2, block["knn"]
     elif block:
-        mixture = (block["experts"], block["top_k"])
+        experts, top_k = block["experts"], block["top_k"]
         entries = [part for e in entries for part in _as_experts(e, block)]
     tallies: dict[str, Tally] = {}
     for e in entries:
         tallies[e.role] = tallies.get(e.role, Tally()) + e.tally
-    experts = mixture[0] or _expert_count([e for e in entries if e.role == "routed_experts"])
-    top_k = mixture[1] or experts
+    experts = experts or _expert_count([e for e in entries if e.role == "routed_experts"])
+    prefix, index = place
+    return LayerWeights(
+        prefix=prefix,
+        index=index,
+        tallies={role: tallies[role] for role in ROLES if role in tallies},
+        experts=experts,
+        top_k=top_k or experts,
+        widths=_widths(entries, facts),
+        scores=_scores(facts.text, index) if "attention" in tallies else None,
+    )
+
+
+def _widths(entries: Sequence[_Entry], facts: _Facts) -> dict[str, int]:
+    """Return F by role, from the number of elements of each down_proj."""
     widths: dict[str, int] = {}
     for e in entries:
         if facts.hidden_size and e.role in MLP_ROLES and DOWN.search(e.path) and e.tally.matrices:
             routed = e.role == "routed_experts"
-            rows = e.shape[0] if routed and not EXPERT.search(e.path) else 1
-            widths[e.role] = e.tally.matrices // (
-                rows * (facts.latent_size if routed else facts.hidden_size)
-            )
-    tallies = {role: tallies[role] for role in ROLES if role in tallies}
-    return LayerWeights(
-        prefix=prefix,
-        index=index,
-        tallies=tallies,
-        experts=experts,
-        top_k=top_k,
-        widths=widths,
-        scores=_scores(facts.text, index) if "attention" in tallies else None,
-    )
+            experts = e.shape[0] if routed and not EXPERT.search(e.path) else 1
+            output = facts.latent_size if routed else facts.hidden_size
+            widths[e.role] = e.tally.matrices // (experts * output)
+    return widths
 
 
 def _expert_count(routed: Sequence[_Entry]) -> int:
@@ -497,7 +500,7 @@ def _expert_count(routed: Sequence[_Entry]) -> int:
 
 
 def _label(layers: Sequence[LayerWeights]) -> str:
-    """ "0–2, 4, 7–9"; "1–47 step 2" where that is all."""
+    """Return "0–2, 4, 7–9", or "1–47 step 2" where the indices are evenly spaced."""
     indices = [layer.index or 0 for layer in layers]
     steps = {b - a for a, b in itertools.pairwise(indices)}
     if len(indices) > 2 and len(steps) == 1 and steps != {1}:
@@ -532,12 +535,12 @@ def _group_dict(group: LayerGroup) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Facts:
-    """What names and shapes do not tell."""
+    """What config.json says and names and shapes do not show."""
 
     text: Mapping[str, Any]
-    layers: int  # 0: not told
+    layers: int  # 0 if the config does not say
     hidden_size: int
-    latent_size: int  # what routed experts read and write: H, but in latent MoE
+    latent_size: int  # width that routed experts read and write: H, except in latent MoE
     top_k: int | None
     activation: str
 
@@ -571,12 +574,12 @@ def _family(config: Mapping[str, Any]) -> Family | None:
 
 
 def _scores(text: Mapping[str, Any], index: int | None) -> Scores | None:
-    """Keys and values of attention per position; with a latent cache (MLA), in the absorbed form
-    that decoding uses.
+    """Return the cost of attention per position, or None where the config does not tell.
+
+    With a latent KV cache (MLA) it is that of the absorbed form, which decoding uses.
     """
-    heads, hidden = (
-        int(_first(text, *keys) or 0) for keys in (("num_attention_heads", "n_head"), HIDDEN_KEYS)
-    )
+    heads = int(_first(text, "num_attention_heads", "n_head") or 0)
+    hidden = int(_first(text, *HIDDEN_KEYS) or 0)
     if not heads:
         return None
     types = text.get("layer_types") or []
@@ -584,9 +587,8 @@ def _scores(text: Mapping[str, Any], index: int | None) -> Scores | None:
     window = text.get(WINDOWS[kind]) if kind in WINDOWS else None
     if latent := text.get("kv_lora_rank"):
         rope = int(text["qk_rope_head_dim"])
-        return Scores(
-            multiplications=heads * (2 * latent + rope), cached=latent + rope, window=window
-        )
+        products = heads * (2 * latent + rope)
+        return Scores(multiplications=products, cached=latent + rope, window=window)
     width = _first(text, "head_dim", "attention_head_dim") or hidden // heads
     if not width:
         return None
@@ -595,8 +597,9 @@ def _scores(text: Mapping[str, Any], index: int | None) -> Scores | None:
 
 
 def _config_dtype(config: Mapping[str, Any]) -> str:
-    """safetensors' name of the dtype. Without one, transformers assumes fp32, but no quantised
-    model came from that.
+    """Return safetensors' name for the dtype of config.json.
+
+    Without one transformers assumes fp32, but a quantised model is then taken for bf16.
     """
     name = _first({**config, **(config.get("text_config") or {})}, "dtype", "torch_dtype")
     name = name or ("bfloat16" if config.get("quantization_config") else "float32")
@@ -617,18 +620,29 @@ def _notes(
     parts: Iterable[LayerWeights],
     unknown: Sequence[str],
 ) -> Iterator[str]:
-    """What the reader must know to trust the figures."""
+    """Yield what a reader must know to trust the figures."""
     parts, dtypes = list(parts), {dtype for _, dtype in shapes.values()}
     if facts.top_k is None and any(part.experts and part.top_k == part.experts for part in parts):
-        yield "config.json does not say how many experts a token goes to: all are taken as active"
-    if towers := sum(
-        part.tallies["towers"].parameters for part in parts if "towers" in part.tallies
-    ):
-        yield f"{towers:,} parameters are of other modalities or multi-token prediction: text does not run them"
+        yield "config.json does not say how many experts a token goes to: all count as active"
+    towers = sum(part.tallies["towers"].parameters for part in parts if "towers" in part.tallies)
+    if towers:
+        yield (
+            f"{towers:,} parameters belong to other modalities or to multi-token prediction: "
+            "text does not run them"
+        )
     if unknown:
-        yield f"{len(unknown):,} tensors have names that no rule knows, taken as active: {unknown[0]}, …"
+        yield (
+            f"{len(unknown):,} tensors have names that no rule knows and count as active: "
+            f"{unknown[0]}, …"
+        )
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method and dtypes <= set(FLOATS):
-        yield f"config.json says {method}, but {'/'.join(dtypes)} is weighed: give the checkpoint itself, or --dtype"
+        yield (
+            f"config.json says {method}, but {'/'.join(dtypes)} is weighed: give the checkpoint "
+            "itself, or --dtype"
+        )
     if "I32" in dtypes or ("U8" in dtypes and method != "mxfp4"):
-        yield f"weights are packed ({method}): their parameters are counted as stored elements, too few"
+        yield (
+            f"the weights are packed ({method}) and their parameters are counted as stored "
+            "elements: the counts are too low"
+        )

@@ -1,9 +1,9 @@
-"""Token ids to measure with: the text that comes with the package, a file or folder, or a data set
-of the Hub, through the checkpoint's own tokenizer.
+"""Token ids to measure with, tokenized by the checkpoint's own tokenizer.
 
-Each sequence is a window of the text behind the beginning-of-sequence token where the tokenizer
-adds one. Without a tokenizer the ids are random, which is enough to compare two models and useless
-for perplexity; the sample says which.
+The text is the one that comes with the package, a file or folder, or a data set of the Hub. Each
+sequence is a window of the text, behind the beginning-of-sequence token (BOS) if the tokenizer adds
+one. Without a tokenizer the ids are random, which is enough to compare two models and useless for
+perplexity; the sample says which it is.
 """
 
 from __future__ import annotations
@@ -27,22 +27,17 @@ from surgery.calibration.stock import parse_config, runs_custom_code
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError
 
-TEXT_SUFFIXES = (".txt", ".md", ".jsonl")  # what is read of a folder
+TEXT_SUFFIXES = (".txt", ".md", ".jsonl")  # files of a folder that are read
 PIECE = 2**20  # characters tokenized at a time
-SUFFIXES = (
-    ".json",
-    ".txt",
-    ".model",
-    ".tiktoken",
-    ".jinja",
-    ".py",
-)  # files that a tokenizer may consist of
+# Files that a tokenizer may consist of.
+SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """`input_ids` [B, T]. `text` is False where they are random; `source` says in words what they
-    are.
+    """Token ids, `input_ids` [B, T].
+
+    `text` is False if they are random; `source` says in words where they come from.
     """
 
     input_ids: Tensor
@@ -51,17 +46,20 @@ class Sample:
 
     @property
     def mask(self) -> Tensor:
-        """[B, T], False where statistics leave a token out: at the first of a sequence, BOS or
-        whatever stands there without one. Attention sinks into it, and its norm can be a hundred
-        times the others'."""
+        """Return a mask [B, T] that is False where statistics leave a token out.
+
+        That is the first token of each sequence, BOS or whatever stands there. It is an attention
+        sink, whose norm can be a hundred times that of the other tokens.
+        """
         return (torch.arange(self.input_ids.shape[1]) > 0).expand(self.input_ids.shape)
 
     @property
     def sha256(self) -> str:
-        """Of the ids as little-endian int64, row by row."""
+        """Return the SHA-256 of the ids as little-endian int64, row by row."""
         return hashlib.sha256(self.input_ids.numpy().astype("<i8").tobytes()).hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the sample's source, shape and hash, for JSON."""
         sequences, length = self.input_ids.shape
         return {
             "source": self.source,
@@ -81,13 +79,19 @@ def sample_ids(
     dataset: str | None = None,
     seed: int = 0,
 ) -> Sample:
-    """tokens // sequence_length sequences (one at least) of `sequence_length` tokens of text, each
-    behind BOS if any.
+    """Return max(1, tokens // sequence_length) sequences of `sequence_length` tokens of text.
 
-    The text is `split` ("calibration" or "evaluation") of the package, or `file` (plain text,
-    .jsonl with a "text" in every line, or a folder of such), or `dataset`, a Hub id of a data set.
-    Only as much is read as is needed. A text that is shorter than one sequence is repeated; one
-    that is shorter than `tokens` gives fewer sequences.
+    Each comes behind BOS if the tokenizer adds it. The text is `split` ("calibration" or
+    "evaluation") of the package; or `file`: plain text, a .jsonl with a "text" in every line, or a
+    folder of such files; or `dataset`, the Hub id of a data set. No more is read than needed. A
+    text shorter than one sequence is repeated; one shorter than `tokens` gives fewer sequences.
+    Without a tokenizer the ids are random, drawn with `seed`.
+
+    Raises SurgeryError if the text cannot be read or holds nothing, or if a text is given and the
+    checkpoint has no tokenizer.
+
+    Example:
+        sample = sample_ids(open_checkpoint("Qwen/Qwen3-0.6B"), tokens=4096, sequence_length=512)
     """
     rows = max(1, tokens // sequence_length)
     tokenizer, reason = _load_tokenizer(checkpoint)
@@ -115,7 +119,7 @@ def sample_ids(
 
 
 def _tokenize(tokenizer: Any, texts: Iterable[str], wanted: int) -> Tensor:
-    """The ids of the first texts that give `wanted` of them, or of all."""
+    """Return the ids of the texts, up to the first text that brings them to `wanted`."""
     ids: list[int] = []
     for text in texts:
         ids += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
@@ -128,13 +132,12 @@ def _tokenize(tokenizer: Any, texts: Iterable[str], wanted: int) -> Tensor:
 
 
 def _read(split: str, file: Path | None, dataset: str | None) -> tuple[Iterable[str], str]:
-    """Pieces of the text, and its name."""
+    """Return the text in pieces, and its name."""
     if dataset is not None:
         return _stream(dataset), dataset
     if file is None:
-        return [
-            (resources.files("surgery.demo") / "text" / f"{split}.txt").read_text("utf-8")
-        ], f"built-in {split} text"
+        built_in = resources.files("surgery.demo") / "text" / f"{split}.txt"
+        return [built_in.read_text("utf-8")], f"built-in {split} text"
     files = [file]
     if file.is_dir():
         files = sorted(f for f in file.rglob("*") if f.suffix in TEXT_SUFFIXES)
@@ -147,7 +150,7 @@ def _read(split: str, file: Path | None, dataset: str | None) -> tuple[Iterable[
 
 
 def _pieces(file: Path) -> Iterator[str]:
-    """A file of text in pieces that end at the end of a line; the documents of a .jsonl."""
+    """Yield a text file in pieces that end at line ends, or the documents of a .jsonl."""
     try:
         with file.open(encoding="utf-8") as f:
             if file.suffix == ".jsonl":
@@ -156,18 +159,17 @@ def _pieces(file: Path) -> Iterator[str]:
             while lines := f.readlines(PIECE):
                 yield "".join(lines)
     except (OSError, UnicodeDecodeError) as e:
-        raise SurgeryError(
-            f"cannot read {file}: {e}", "give a file of plain text in UTF-8"
-        ) from None
+        hint = "give a file of plain text in UTF-8"
+        raise SurgeryError(f"cannot read {file}: {e}", hint) from None
     except (ValueError, KeyError, TypeError) as e:
-        raise SurgeryError(
-            f'{file} has a line without "text": {e!r}', 'every line must be like {"text": "..."}'
-        ) from None
+        hint = 'make every line like {"text": "..."}'
+        raise SurgeryError(f'{file} has a line without "text": {e!r}', hint) from None
 
 
 def _stream(name: str) -> Iterator[str]:
-    """The documents of the train split of a data set, OWNER/NAME or OWNER/NAME:CONFIGURATION, as
-    they come.
+    """Return the documents of a data set's train split, streamed.
+
+    `name` is OWNER/NAME or OWNER/NAME:CONFIGURATION.
     """
     try:
         load_dataset = importlib.import_module("datasets").load_dataset
@@ -177,31 +179,26 @@ def _stream(name: str) -> Iterator[str]:
     try:
         rows = load_dataset(path, configuration or None, split="train", streaming=True)
         first = next(iter(rows))
-    except Exception as e:  # datasets raises whatever its readers do
+    except Exception as e:  # datasets raises whatever its readers raise
         raise SurgeryError(
             f"cannot read the data set {name}: {type(e).__name__}: {str(e).splitlines()[0]}",
             "give OWNER/NAME or OWNER/NAME:CONFIGURATION, or a file with --text",
         ) from None
-    column = (
-        "text"
-        if "text" in first
-        else next((k for k, v in first.items() if isinstance(v, str)), None)
-    )
+    columns = [k for k, v in first.items() if isinstance(v, str)]
+    column = "text" if "text" in first else next(iter(columns), None)
     if column is None:
         raise SurgeryError(
             f"the data set {name} has no column of text among {', '.join(first)}",
-            "give another one",
+            "give another data set",
         )
     return (str(row[column]) + "\n\n" for row in rows)
 
 
 def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Any, str]:
-    """The checkpoint's tokenizer, or None and why."""
+    """Return the checkpoint's tokenizer, or None and the reason why there is none."""
     files = [f for f in checkpoint.files if f.name.endswith(SUFFIXES) and "/" not in f.name]
-    if not any(
-        f.name.startswith(("tokenizer", "vocab", "tekken")) or f.name.endswith(SUFFIXES[2:4])
-        for f in files
-    ):
+    starts, ends = ("tokenizer", "vocab", "tekken"), (".model", ".tiktoken")
+    if not any(f.name.startswith(starts) or f.name.endswith(ends) for f in files):
         return None, "the checkpoint has no tokenizer"
     with tempfile.TemporaryDirectory() as folder:
         for f in files:
@@ -209,13 +206,12 @@ def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Any, str]:
         trust = runs_custom_code(checkpoint)
         try:
             return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust), ""
-        except (
-            Exception
-        ) as e:  # tokenizers raise whatever their library does: random ids still compare two models
+        except Exception as e:  # whatever the tokenizer's library raises
+            # Random ids are still good enough to compare two models.
             return None, f"the tokenizer does not load: {type(e).__name__}: {str(e)[:200]}"
 
 
 def _bos(tokenizer: Any) -> list[int]:
-    """[the beginning-of-sequence id] where the tokenizer puts it in front of a text, else []."""
+    """Return [the BOS id] if the tokenizer puts it in front of a text, else []."""
     first = tokenizer("a").input_ids[:1]
     return first if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else []

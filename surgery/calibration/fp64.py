@@ -1,8 +1,8 @@
-"""True fp64: stock model code, with every fp32 that it asks for by name turned into fp64.
+"""True fp64: run stock model code with every fp32 that it names replaced by fp64.
 
 Whatever the dtype of a model, its code computes norms, routers, softmax and rope in fp32:
-`.to(torch.float32)`, `.float()`, `softmax(..., dtype=torch.float32)`. In a model of fp64 they would
-bound what can be shown to 1e-7.
+`.to(torch.float32)`, `.float()`, `softmax(..., dtype=torch.float32)`. In an fp64 model these would
+limit what can be shown to an accuracy of 1e-7.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def arithmetic(dtype: torch.dtype) -> Iterator[None]:
-    """Where `dtype` is fp64, nothing inside is computed in fp32; any other dtype changes
-    nothing.
-    """
+    """Compute nothing in fp32 inside, if `dtype` is fp64; otherwise change nothing."""
     if dtype != torch.float64:
         yield
         return
     default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)  # what a tensor made of Python numbers has
+    torch.set_default_dtype(torch.float64)  # for tensors made from Python numbers
     try:
         with _Double():
             yield
@@ -44,10 +42,8 @@ class _Double(TorchFunctionMode):
         if func is Tensor.float:
             return Tensor.double(*args)
         if func is not Tensor.view:  # `view(torch.float32)` asks for bits, not for arithmetic
-            args, kwargs = (
-                [_wider(a) for a in args],
-                {k: _wider(a) for k, a in (kwargs or {}).items()},
-            )
+            args = [_wider(a) for a in args]
+            kwargs = {k: _wider(a) for k, a in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
 
 

@@ -1,8 +1,8 @@
 """Calibration text that the model writes itself, sampled from its own distribution.
 
-A text of one domain repairs a model for that domain. What a model says when nothing is asked of it
-is spread as its training was (Williams et al. 2024, arXiv 2410.17170, for quantisation and
-pruning), and is there for every model.
+A text of one domain repairs a model for that domain only. What a model writes unprompted is as
+broad as its training data (Williams et al. 2024, arXiv 2410.17170, for quantisation and pruning),
+and every model can provide it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from surgery.calibration import stock
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError
 
-TOGETHER = 64  # sequences
+TOGETHER = 64  # sequences generated at once
 
 
 def generate(
@@ -27,48 +27,38 @@ def generate(
     device: str = "cpu",
     seed: int = 0,
 ) -> Tensor:
-    """[sequences, length] ids that follow the beginning-of-sequence token at temperature 1; another
-    text follows where one ends. The model is in memory whole, unlike in a walk.
+    """Return ids [sequences, length] that follow the beginning-of-sequence token at temperature 1.
 
-    Raises SurgeryError where the config names no token to begin with.
+    Where a text ends, another follows. The whole model is in memory, unlike in a walk.
+
+    Raises SurgeryError if the config names no token to begin with.
     """
     start = _start(checkpoint)
     model = stock.meta_model(checkpoint, dtype, device)
     stock.load(model, checkpoint.tensors, device)
-    own = model.generation_config  # which generate() takes what is None from
+    own = model.generation_config  # generate() takes from it whatever is None in `config`
     own.eos_token_id = own.pad_token_id = None
-    config = GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=length,
-        min_new_tokens=length,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    config = GenerationConfig(**sampling, max_new_tokens=length, min_new_tokens=length)
     parts = []
-    with (
-        torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []),
-        torch.inference_mode(),
-    ):
+    random = torch.random.fork_rng(devices=[device] if device.startswith("cuda") else [])
+    with random, torch.inference_mode():
         torch.manual_seed(seed)
         for first in range(0, sequences, TOGETHER):
             ids = torch.full((min(TOGETHER, sequences - first), 1), start, device=device)
-            parts.append(
-                model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[
-                    :, 1:
-                ].cpu()
-            )
+            mask = torch.ones_like(ids)
+            out = model.generate(ids, attention_mask=mask, generation_config=config)
+            parts.append(out[:, 1:].cpu())
     return torch.cat(parts)
 
 
 def _start(checkpoint: Checkpoint) -> int:
+    """Return the id that begins a text: BOS, or else the end-of-sequence token."""
     for key in ("bos_token_id", "eos_token_id"):
         found = checkpoint.text_config.get(key)
         if found is not None:
             return int(found[0] if isinstance(found, list) else found)
     raise SurgeryError(
-        "config.json has neither bos_token_id nor eos_token_id, so nothing can begin a text",
+        "config.json has neither bos_token_id nor eos_token_id to begin a text with",
         "give a text with --text, and leave --generated out",
     )

@@ -1,9 +1,9 @@
-"""What an MLP computes, seen through forward hooks on a decoder layer of the walk.
+"""See what an MLP computes, through forward hooks on a decoder layer of the walk.
 
-Where things are is the family's row; whether a layer routes its tokens is seen from its modules.
-transformers 5 names some modules otherwise than the tensors on disk ("mlp" for "block_sparse_moe")
-and fuses experts, so that a path may be found under another parent, and an expert's product is
-computed once more from the weights that it has.
+The family's row says where the modules are; whether a layer routes its tokens is seen from its
+modules. transformers 5 names some modules differently from the tensors on disk ("mlp" for
+"block_sparse_moe") and fuses experts. A path may therefore be found under another parent, and the
+product of an expert is computed once more from the expert's weights.
 
 Shapes: as in collectors.py; N = b·T tokens of a batch.
 """
@@ -24,9 +24,12 @@ from surgery.families import Family
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """The modules of one layer: a dense MLP (`gate` None: without one; all None: no such MLP), a
-    router, experts. `block`: that of surgery/blocks/sparse_mlp.py, which adds to what `down`
-    gives."""
+    """The modules of one layer: a dense MLP, a router, experts.
+
+    `gate` is None for an MLP without a gate; gate, up and down are None for a layer without a dense
+    MLP. `block` is a custom-code block that adds to the output of `down`
+    (`surgery/blocks/sparse_mlp.py`).
+    """
 
     gate: nn.Module | None = None
     up: nn.Module | None = None
@@ -37,17 +40,19 @@ class Parts:
 
     @classmethod
     def of(cls, layer: nn.Module, family: Family) -> Parts:
-        """A layer that routes its tokens shows its shared expert, if it has one, as the dense MLP;
-        a block of experts that surgery put in a dense family's layer shows its router alone."""
+        """Find the modules of a layer.
+
+        In a layer that routes its tokens, the shared expert, if any, is shown as the dense MLP. A
+        block of experts that surgery put into a layer of a dense family shows its router alone.
+        """
         if (own := _own_router(layer, family)) is not None:
             return cls(router=own)
         router = _router(layer, family)
         if router is None:
             block = getattr(layer, family.mlp, None) if family.mlp else None
-            return cls(
-                **_dense(layer, {"gate": family.gate, "up": family.up, "down": family.down}),
-                block=block if hasattr(block, "correction") else None,
-            )
+            paths = {"gate": family.gate, "up": family.up, "down": family.down}
+            adds = hasattr(block, "correction")
+            return cls(**_dense(layer, paths), block=block if adds else None)
         name, module = router
         block = layer.get_submodule(name.rpartition(".")[0])
         shared = _find(layer, family.shared) if family.shared else None
@@ -56,7 +61,7 @@ class Parts:
 
 
 def leaves(family: Family) -> dict[str, str | None]:
-    """gate, up and down as an expert names them."""
+    """Return gate, up and down as an expert names them: the last part of each path."""
     paths = {"gate": family.gate, "up": family.up, "down": family.down}
     return {part: path and path.split(".")[-1] for part, path in paths.items()}
 
@@ -72,14 +77,20 @@ def _router(layer: nn.Module, family: Family) -> tuple[str, nn.Module] | None:
 
 
 def _own_router(layer: nn.Module, family: Family) -> nn.Module | None:
-    """That of surgery/blocks/experts_mlp.py, which gives logits, weights and choices."""
+    """Return the router of a custom-code block of experts, if the layer has one.
+
+    It gives logits, weights and choices (`surgery/blocks/experts_mlp.py`).
+    """
     block = None if family.is_moe else getattr(layer, family.mlp, None)
     return getattr(block, "router", None)
 
 
 def _find(layer: nn.Module, path: str) -> tuple[str, nn.Module] | None:
-    """The module at `path`, or at the same path below another first name, or at the path less its
-    last name.
+    """Return the name of a module and the module, looked up by `path` in three ways.
+
+    1. At `path` itself.
+    2. At the same path below another first name.
+    3. At the path without its last name.
     """
     modules, parts = dict(layer.named_modules()), path.split(".")
     names = [path, *(n for n in modules if n.split(".")[1:] == parts[1:]), ".".join(parts[:-1])]
@@ -97,21 +108,23 @@ class Taps:
 
     @property
     def experts(self) -> int:
-        """Of a layer that routes: the rows of the router, as config.json has had several names for
-        it.
+        """Return the number of experts of a layer that routes; 0 otherwise.
+
+        It is the number of rows of the router, because config.json has had several names for it.
         """
         return len(self.parts.router.weight) if self.parts.router is not None else 0
 
     def dense(self, **where: Tensor) -> Seen:
-        """Of the dense MLP, or the shared expert. `where`: mask, sampled and index [b, T], hidden
-        [b, T, H].
+        """Return what the dense MLP, or the shared expert, computed.
+
+        `where` holds mask, sampled and index [b, T], and hidden [b, T, H].
         """
         shape, hidden = where["mask"].shape, where.pop("hidden")
         taps = {name: x.reshape(*shape, -1) for name, x in self.caught.items() if name in _DENSE}
         return Seen(taps={**taps, "hidden": hidden}, **where)
 
     def routed(self, **where: Tensor) -> Seen:
-        """Of the router and the routed experts, at the tokens that count."""
+        """Return what the router and the routed experts computed, at the tokens that count."""
         counted = where["mask"].flatten()
         logits, selected = (self.caught.get(name) for name in ("router_logits", "selected"))
         assert selected is not None
@@ -126,8 +139,9 @@ class Taps:
         )
 
     def _products(self, x: Tensor, selected: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Of x [n, H], gate and product [n·k, F] in the order of the experts, and the expert of
-        each row.
+        """Return gate and product [n·k, F] of x [n, H] by expert, and the expert of each row.
+
+        None in place of the experts if the model class does not show what is inside them.
         """
         compute = _expert(self.parts.experts, self.family)
         if compute is None:
@@ -146,12 +160,12 @@ _DENSE = ("input", "gate", "up", "product", "output")
 
 @contextmanager
 def tapped(layer: nn.Module, family: Family, config: Mapping[str, Any]) -> Iterator[Taps]:
-    """Hooks on the MLP of a decoder layer, while the context lasts. `config` is the language
-    model's.
+    """Hook the MLP of a decoder layer while the context lasts.
+
+    `config` is the language model's config.
     """
-    taps = Taps(
-        parts=Parts.of(layer, family), family=family, top_k=int(config.get(family.top_k_key) or 0)
-    )
+    top_k = int(config.get(family.top_k_key) or 0)
+    taps = Taps(parts=Parts.of(layer, family), family=family, top_k=top_k)
     hooks = [module.register_forward_hook(catch) for module, catch in _hooks(taps)]
     try:
         yield taps
@@ -161,6 +175,7 @@ def tapped(layer: nn.Module, family: Family, config: Mapping[str, Any]) -> Itera
 
 
 def _hooks(taps: Taps) -> Iterator[tuple[nn.Module, Callable[[Any, Any, Any], None]]]:
+    """Yield each module to hook, and the hook."""
     caught, parts, family = taps.caught, taps.parts, taps.family
 
     def gate(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -174,10 +189,8 @@ def _hooks(taps: Taps) -> Iterator[tuple[nn.Module, Callable[[Any, Any, Any], No
             caught["up" if family.gated else "gate"] = output
 
     def down(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        caught["product"], caught["output"] = (
-            inputs[0],
-            output.clone(),
-        )  # falcon adds to it in place
+        caught["product"] = inputs[0]
+        caught["output"] = output.clone()  # falcon adds to the original in place
 
     def block(module: nn.Module, inputs: Any, output: Tensor) -> None:
         caught["output"] = output.clone()
@@ -198,9 +211,11 @@ def _hooks(taps: Taps) -> Iterator[tuple[nn.Module, Callable[[Any, Any, Any], No
 
 
 def routing(output: Any, experts: int, top_k: int) -> dict[str, Tensor]:
-    """`selected` [N, k], and `router_logits` [N, E] where the router gives them, from what a router
-    returns: logits alone, or a tuple in any order of logits, weights and the integer indices of the
-    experts. Weights may be [N, E] too: they are never negative."""
+    """Return `selected` [N, k], and `router_logits` [N, E] if the router gives them.
+
+    A router returns its logits alone, or a tuple in any order of logits, weights and the integer
+    indices of the experts. Weights may be [N, E] too, but they are never negative.
+    """
     tensors = output if isinstance(output, tuple) else (output,)
     wide = [t for t in tensors if t.is_floating_point() and t.shape[-1] == experts]
     logits = next((t for t in wide if bool((t < 0).any())), wide[0] if wide else None)
@@ -213,8 +228,9 @@ def routing(output: Any, experts: int, top_k: int) -> dict[str, Tensor]:
 
 
 def _expert(experts: Any, family: Family) -> Callable[[int, Tensor], tuple[Tensor, Tensor]] | None:
-    """The function (e, x [n, H]) -> gate, product [n, F]; None where the class keeps its experts in
-    some other way.
+    """Return the function that maps (e, x [n, H]) to gate and product [n, F] of expert e.
+
+    None if the class keeps its experts in some other way.
     """
     names = leaves(family)
     if isinstance(experts, nn.ModuleList) and names["gate"]:
@@ -230,8 +246,10 @@ def _separate(mlp: Any, names: Mapping[str, str | None], x: Tensor) -> tuple[Ten
 
 
 def _fused(experts: Any, e: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """transformers 5: gate_up_proj [E, 2F, H] ([E, H, 2F] transposed), gate's rows first or every
-    other one.
+    """Return gate and product of one of transformers 5's fused experts.
+
+    gate_up_proj is [E, 2F, H], or [E, H, 2F] if transposed. The gate's rows come first, or every
+    other row is the gate's.
     """
     weight = experts.gate_up_proj[e]
     gate_up = x @ (weight if experts.is_transposed else weight.T)

@@ -1,9 +1,10 @@
-"""The weights of the next layer on their way to the GPU while this one computes.
+"""Bring the weights of the next layer to the GPU while the current one computes.
 
 A thread reads them from the disk into pinned memory and copies them to the device on a stream of
-its own: neither the disk nor the bus is waited for, unless they take longer than the layer. It
-costs the device a second layer's weights.
-Tensors that are computed are left to the walk: what they wait for may change until their turn
+its own. The walk then waits for neither the disk nor the bus, unless they take longer than the
+layer. The price is a second layer's weights in device memory.
+
+Tensors that are computed are left to the walk: what they depend on may change until their turn
 comes.
 """
 
@@ -20,9 +21,7 @@ from surgery.checkpoint import LazyTensor
 
 
 class Prefetch:
-    """`start` the tensors of the next layer, later `take` them. One thread: a disk is read in
-    order.
-    """
+    """Reads tensors ahead: `start` the next layer's, later `take` them. A single thread reads."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
@@ -31,7 +30,7 @@ class Prefetch:
         self.coming: dict[str, tuple[LazyTensor, Future[Tensor]]] = {}
 
     def start(self, tensors: Mapping[str, LazyTensor]) -> None:
-        """Begin to read these; what was begun before and not taken is forgotten."""
+        """Begin to read these; forget those begun before and not taken."""
         for _, future in self.coming.values():
             future.cancel()
         self.coming = {
@@ -39,21 +38,20 @@ class Prefetch:
         }
 
     def take(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """These tensors, with their value at hand where it was begun. An error of reading is raised
-        here.
+        """Return these tensors, with the values of those that were begun.
+
+        Raises here what went wrong when reading them.
         """
         return {name: self._taken(name, t) for name, t in tensors.items()}
 
     def _taken(self, name: str, tensor: LazyTensor) -> LazyTensor:
         begun, future = self.coming.pop(name, (None, None))
-        if (
-            begun is not tensor or future is None
-        ):  # other weights under the same name: the walk's caller may load any
+        # The caller of the walk may load other weights under the same name.
+        if begun is not tensor or future is None:
             return tensor
         value = future.result()
-        if (
-            self.stream is not None
-        ):  # else that stream would reuse the memory while this one still computes with it
+        # Otherwise that stream would reuse the memory while this one still computes with it.
+        if self.stream is not None:
             value.record_stream(torch.cuda.current_stream(self.device))
         return replace(tensor, extents=(), compute=lambda: value, recipe="prefetched")
 
@@ -64,5 +62,5 @@ class Prefetch:
         pinned = value.pin_memory()
         with torch.cuda.stream(self.stream):
             there = pinned.to(self.device, non_blocking=True)
-        self.stream.synchronize()  # of this thread: the copy is whole for every other stream
+        self.stream.synchronize()  # blocks this thread: the copy is then whole for every stream
         return there

@@ -1,5 +1,4 @@
-"""The bridge to transformers: the class that would load a checkpoint, and its weights brought in
-and dropped by name.
+"""The bridge to transformers: build a checkpoint's class, load weights into it by name, drop them.
 
 The class is built on the meta device from the config as `from_pretrained` parses it. On-disk names
 go through transformers' own loader, so that fused experts, prefixes and renamed layers mean what
@@ -31,12 +30,9 @@ from surgery.checkpoint.tensors import DTYPES
 from surgery.errors import SurgeryError
 from surgery.families import Blocks
 
-OTHER_MODALITIES = (
-    "vision",
-    "visual",
-    "audio",
-    "multi_modal",
-)  # parts of a name that text never passes
+# Parts of the names of modules that text never passes through.
+OTHER_MODALITIES = ("vision", "visual", "audio", "multi_modal")
+# Fields that a config may have for transformers 4 or 5, whether or not its class knows them.
 WRITTEN_FOR_BOTH = (
     "dtype",
     "torch_dtype",
@@ -52,14 +48,13 @@ WRITTEN_FOR_BOTH = (
     "model_type",
 )
 ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
-CONVERTS = (
-    int(transformers.__version__.split(".")[0]) >= 5
-)  # transformers 5 renames and fuses tensors as it loads
+# transformers 5 renames and fuses tensors as it loads them.
+CONVERTS = int(transformers.__version__.split(".")[0]) >= 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NameReport:
-    """The checkpoint's names and shapes against its model class; each empty where they agree."""
+    """How a checkpoint's names and shapes differ from its model class; empty where they agree."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -67,31 +62,32 @@ class NameReport:
 
 
 def parse_config(checkpoint: Checkpoint) -> Any:
-    """The `PretrainedConfig` that stock loading would build, every default filled in."""
+    """Return the `PretrainedConfig` that stock loading would build, with all defaults filled in."""
     with _folder(checkpoint) as folder:
         return _parse(checkpoint, folder)
 
 
 def unknown_fields(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Fields of config.json that mean nothing to the config class of its model_type, sorted."""
+    """Return the fields of config.json that its config class does not know, sorted."""
     config = parse_config(checkpoint)
     try:
         known = set(type(config)().to_dict()) | set(type(config).attribute_map)
-    except Exception:  # a class without defaults: nothing can be said
+    except Exception:  # a class without defaults cannot say what it knows
         return ()
-    return tuple(
-        sorted(k for k in checkpoint.config if k not in known and k not in WRITTEN_FOR_BOTH)
-    )
+    known |= set(WRITTEN_FOR_BOTH)
+    return tuple(sorted(k for k in checkpoint.config if k not in known))
 
 
 def meta_model(
     checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Any:
-    """The CausalLM class of the checkpoint: parameters on the meta device, buffers real, in eval
-    mode.
+    """Build the CausalLM class of the checkpoint in eval mode.
 
-    Attention is what `from_pretrained` chooses, but eager where scores are soft-capped: sdpa leaves
-    the cap out. In fp64 (see `double`) experts are eager too: grouped_mm has no fp64.
+    Parameters are on the meta device, buffers are real. Attention is what `from_pretrained`
+    chooses, but eager if scores are soft-capped, since sdpa leaves the cap out. In fp64 (see
+    `calibration/fp64.py`) experts are eager too: grouped_mm has no fp64.
+
+    Raises SurgeryError if transformers cannot build the model.
     """
     from accelerate import init_empty_weights
 
@@ -107,12 +103,12 @@ def meta_model(
                 model = transformers.AutoModelForCausalLM.from_config(config, **options)
         except Exception as e:  # what it raises for a wrong value depends on the class
             raise SurgeryError(
-                f"transformers {transformers.__version__} cannot build the model of config.json: {_first_line(e)}",
+                f"transformers {transformers.__version__} cannot build the model of config.json: "
+                f"{_first_line(e)}",
                 "upgrade transformers, or mend the config",
             ) from e
-    model.config.output_router_logits = (
-        False  # the auxiliary loss wants router logits of layers that are not there
-    )
+    # The auxiliary loss would want router logits of layers that are not there.
+    model.config.output_router_logits = False
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = buffer if buffer is None else buffer.to(device)
@@ -120,25 +116,28 @@ def meta_model(
 
 
 def decoder_layers(model: Any, blocks: Blocks) -> tuple[str, nn.ModuleList]:
-    """The language model's ModuleList of decoder layers, and its name in the model."""
+    """Return the name of the ModuleList of the language model's decoder layers, and the ModuleList.
+
+    Raises SurgeryError if the model has no such list of `blocks.count` layers.
+    """
+    wanted = blocks.family.layers
     for name, module in model.named_modules():
-        wanted = isinstance(module, nn.ModuleList) and f".{name}".endswith(
-            f".{blocks.family.layers}"
-        )
-        if wanted and len(module) == blocks.count and not _other_modality(name):
+        named = isinstance(module, nn.ModuleList) and f".{name}".endswith(f".{wanted}")
+        if named and len(module) == blocks.count and not _other_modality(name):
             return name, module
     raise SurgeryError(
-        f"{type(model).__name__} has no list of {blocks.count} decoder layers named {blocks.family.layers}",
-        "the number of layers in config.json is not what the model class builds",
+        f"{type(model).__name__} has no list of {blocks.count} decoder layers named {wanted}",
+        "check the number of layers in config.json: the model class builds another",
     )
 
 
 def load(model: Any, tensors: Mapping[str, LazyTensor], device: str = "cpu") -> None:
-    """Load these on-disk names into the model in its own dtype, renamed and converted as stock
-    loading does.
+    """Load tensors by on-disk name into the model, in its own dtype.
 
-    A head that is tied to the embeddings is tied to whichever of the two is there. Raises
-    SurgeryError where a shape is not the class's.
+    They are renamed and converted as in stock loading. If head and embeddings are tied, whichever
+    of the two is there serves both.
+
+    Raises SurgeryError if the shape of a tensor differs from the class's.
     """
     if CONVERTS:
         with _quiet(), _one_by_one():
@@ -152,19 +151,19 @@ def load(model: Any, tensors: Mapping[str, LazyTensor], device: str = "cpu") -> 
 
 
 def unload(module: nn.Module) -> None:
-    """Parameters back to the meta device; buffers stay."""
+    """Move parameters back to the meta device; buffers stay."""
     for m in module.modules():
         for name, p in m._parameters.items():
             if p is not None:
-                m._parameters[name] = nn.Parameter(
-                    torch.empty_like(p, device="meta"), requires_grad=False
-                )
+                empty = torch.empty_like(p, device="meta")
+                m._parameters[name] = nn.Parameter(empty, requires_grad=False)
     _trim()
 
 
 def check_names(checkpoint: Checkpoint) -> NameReport:
-    """Every name and shape of the checkpoint against its model class, with the loader's own
-    renaming. Reads no weight.
+    """Compare every name and shape of the checkpoint with its model class. Reads no weight.
+
+    Names are renamed as the loader would rename them.
     """
     model = meta_model(checkpoint)
     compare = _compare_converted if CONVERTS else _compare_plain
@@ -181,12 +180,13 @@ def check_names(checkpoint: Checkpoint) -> NameReport:
 
 
 def _first_line(e: Exception) -> str:
+    """Return the first line of an exception's message, and its type."""
     return f"{(str(e).splitlines() or [''])[0][:200]} ({type(e).__name__})"
 
 
 @contextmanager
 def _folder(checkpoint: Checkpoint) -> Iterator[Path]:
-    """A folder with the config and the custom code alone: what transformers wants to be shown."""
+    """Give transformers a folder to look at, with the config and any custom code in it."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, str(checkpoint.config.get("model_type", "model")))
         folder.mkdir()
@@ -199,9 +199,8 @@ def _folder(checkpoint: Checkpoint) -> Iterator[Path]:
 
 def _parse(checkpoint: Checkpoint, folder: Path) -> Any:
     try:
-        return transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=runs_custom_code(checkpoint)
-        )
+        trust = runs_custom_code(checkpoint)
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust)
     except Exception as e:  # what it raises for a wrong value depends on the class
         raise SurgeryError(
             f"transformers {transformers.__version__} cannot read config.json: {_first_line(e)}",
@@ -210,11 +209,12 @@ def _parse(checkpoint: Checkpoint, folder: Path) -> Any:
 
 
 def runs_custom_code(checkpoint: Checkpoint) -> bool:
-    """Whether to run the checkpoint's own code: only where transformers has none for it."""
-    return (
-        checkpoint.custom_code
-        and checkpoint.config.get("model_type") not in transformers.CONFIG_MAPPING
-    )
+    """Return whether to run the checkpoint's own code.
+
+    That is so only if transformers has no code for its model_type.
+    """
+    known = checkpoint.config.get("model_type") in transformers.CONFIG_MAPPING
+    return checkpoint.custom_code and not known
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def runs_custom_code(checkpoint: Checkpoint) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """What the loader takes for a slice of a safetensors file: read when it is indexed."""
+    """A stand-in for a slice of a safetensors file, which the loader reads by indexing it."""
 
     tensor: LazyTensor
 
@@ -231,7 +231,7 @@ class _Deferred:
 
 
 def _convert(model: Any, state: Mapping[str, Any], device: str) -> Any:
-    """transformers 5: names renamed, experts fused, dtypes as planned."""
+    """Load as transformers 5 does: names renamed, experts fused, dtypes as planned."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -247,14 +247,13 @@ def _convert(model: Any, state: Mapping[str, Any], device: str) -> Any:
 
 
 def _load_plain(model: Any, tensors: Mapping[str, LazyTensor], device: str) -> list[str]:
-    """transformers 4: names as they are, one at a time."""
+    """Load as transformers 4 does: names as they are, one tensor at a time."""
     info = _compare_plain(model, tensors)
     if not info.mismatched_keys:
         expected = model.state_dict()
         named = {_plain_name(model, name, expected): t for name, t in tensors.items()}
-        state = {
-            n: t.read().to(device, expected[n].dtype) for n, t in named.items() if n in expected
-        }
+        known = {n: t for n, t in named.items() if n in expected}
+        state = {n: t.read().to(device, expected[n].dtype) for n, t in known.items()}
         model.load_state_dict(state, strict=False, assign=True)
     return _mismatches(info)
 
@@ -269,7 +268,7 @@ def _plain_name(model: Any, name: str, expected: Mapping[str, Any]) -> str:
 
 
 def _tie(model: Any) -> None:
-    """As stock loading does: whichever of head and embeddings the checkpoint has serves both."""
+    """Tie head and embeddings as stock loading does, to whichever the checkpoint has."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if not _ties(model):
         return
@@ -280,14 +279,14 @@ def _tie(model: Any) -> None:
 
 
 def _ties(model: Any) -> bool:
-    return model.get_output_embeddings() is not None and bool(
-        model.config.get_text_config().tie_word_embeddings
-    )
+    tied = model.config.get_text_config().tie_word_embeddings
+    return model.get_output_embeddings() is not None and bool(tied)
 
 
 def _trim() -> None:
-    """Give freed pages back: glibc keeps what is below its threshold, and a walk would grow to the
-    size of the model.
+    """Give freed memory back to the system.
+
+    glibc keeps what is below its threshold, and a walk would grow to the size of the model.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim:
@@ -296,8 +295,10 @@ def _trim() -> None:
 
 @contextmanager
 def _one_by_one() -> Iterator[None]:
-    """Tensors are read when their turn comes, not all at once by threads: that would hold a layer
-    twice, as it is on the disk and as it is computed."""
+    """Make the loader read each tensor when its turn comes.
+
+    Its threads would read all at once, and hold a layer twice: as on the disk and as computed.
+    """
     before = os.environ.get(ONE_BY_ONE)
     os.environ[ONE_BY_ONE] = "1"
     try:
@@ -311,7 +312,7 @@ def _one_by_one() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No bar of transformers' own: it would draw one for every layer."""
+    """Hide transformers' own progress bar, which would appear once for every layer."""
     from transformers.utils import logging
 
     if not logging.is_progress_bar_enabled():
@@ -328,12 +329,13 @@ def _quiet() -> Iterator[None]:
 
 
 def _compare_converted(model: Any, tensors: Mapping[str, LazyTensor]) -> Any:
-    """transformers 5: the loader itself, on tensors without data."""
+    """Run transformers 5's loader itself, on tensors without data."""
     with _quiet():
         return _convert(model, {name: _empty(t) for name, t in tensors.items()}, "meta")
 
 
 def _compare_plain(model: Any, tensors: Mapping[str, LazyTensor]) -> Any:
+    """Compare names and shapes as transformers 4 would load them."""
     expected = model.state_dict()
     named = {_plain_name(model, name, expected): t for name, t in tensors.items()}
     shapes = {(n, t.shape, tuple(expected[n].shape)) for n, t in named.items() if n in expected}
@@ -359,22 +361,24 @@ def _mismatches(info: Any) -> list[str]:
 
 
 def _tied(model: Any, missing: set[str]) -> set[str]:
-    """The one of head and embeddings that is missing where they are tied and the other is there."""
+    """Return the missing one of head and embeddings, if they are tied and the other is there."""
     if not _ties(model):
         return set()
-    pair = {
-        f"{module_name(model, m)}.weight"
-        for m in (model.get_output_embeddings(), model.get_input_embeddings())
-    }
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    pair = {f"{module_name(model, module)}.weight" for module in ends}
     return set() if pair <= missing else pair
 
 
 def module_name(model: nn.Module, module: nn.Module) -> str:
+    """Return the name of a module in its model."""
     return next(name for name, m in model.named_modules() if m is module)
 
 
 def _ignored(model: Any) -> list[str]:
-    """Patterns of names that the class drops in silence: its own, and buffers that it computes."""
+    """Return patterns of the names that the class drops silently.
+
+    They are its own patterns, and the buffers that it computes.
+    """
     computed = {n for n, _ in model.named_buffers()}
     buffers = computed | {n.removeprefix(model.base_model_prefix + ".") for n in computed}
     patterns = [rf"^{re.escape(n)}$" for n in buffers] + [r"rotary_emb\.inv_freq"]
@@ -391,18 +395,16 @@ def _other_modality(name: str) -> bool:
 
 
 def outer_names(blocks: Blocks) -> list[str]:
-    """On-disk names outside the decoder layers that text passes: embeddings, final norm, head."""
+    """Return the on-disk names outside the decoder layers that text passes through.
+
+    They are those of embeddings, final norm and head.
+    """
     layer = re.compile(rf"{re.escape(blocks.prefix)}\d+\.")
     return [n for n in blocks.checkpoint.tensors if not layer.match(n) and not _other_modality(n)]
 
 
 def without_weights(model: Any, skip: Iterable[nn.Module]) -> list[str]:
-    """Parameters that text passes and that are still on the meta device, outside the modules of
-    `skip`.
-    """
+    """Return the parameters outside `skip` that text passes through and that are still on meta."""
     skipped = {id(p) for module in skip for p in module.parameters()}
-    return [
-        n
-        for n, p in model.named_parameters()
-        if p.is_meta and id(p) not in skipped and not _other_modality(n)
-    ]
+    missing = [n for n, p in model.named_parameters() if p.is_meta and id(p) not in skipped]
+    return [n for n in missing if not _other_modality(n)]

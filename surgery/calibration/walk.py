@@ -1,9 +1,10 @@
 """A forward pass that holds one decoder layer at a time, so that a model need not fit in memory.
 
-Embeddings and masks are recorded once by running the real body with every decoder layer replaced by
-a stub that keeps its arguments; then each layer is loaded, run on all batches and dropped. At the
-end the stock class runs once more, its stubs returning the walk's hidden states: final norm, head,
-soft-capping and scaling need no code here.
+1. The real body runs once with every decoder layer replaced by a stub that keeps its arguments.
+   This records the embeddings, masks and positions.
+2. Each layer is loaded, run on all batches, and dropped.
+3. The stock class runs once more, with stubs that return the walk's hidden states. Final norm,
+   head, soft-capping and scaling therefore need no code here.
 
 Shapes: b sequences of a batch, T positions, H hidden_size, V vocab_size.
 """
@@ -31,14 +32,15 @@ from surgery.families import locate
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Positions = tuple[slice, slice]  # rows and positions of input_ids
-BATCH_TOKENS = 2048
+BATCH_TOKENS = 2048  # tokens of a batch, by default
 CHUNK_LOGITS = 2**24  # logits held at once: 64 MiB in fp32
 
 
 @dataclass(kw_only=True, slots=True)
 class Layer:
-    """One decoder layer with its weights. `hidden` [b, T, H] for each batch: its inputs, and after
-    `run` its outputs.
+    """One decoder layer with its weights loaded.
+
+    `hidden` holds [b, T, H] for each batch: the inputs of the layer, and after `run` its outputs.
     """
 
     index: int
@@ -46,15 +48,14 @@ class Layer:
     hidden: list[Tensor]
     arguments: list[Arguments]
     device: str = "cpu"
-    loaded: list[nn.Module] = field(
-        default_factory=list
-    )  # the modules with weights: itself, tables
+    loaded: list[nn.Module] = field(default_factory=list)  # the layer itself, and its tables
     done: bool = False
 
     @torch.no_grad()
     def outputs(self, hidden: Sequence[Tensor] | None = None) -> Iterator[Tensor]:
-        """The output [b, T, H] of each batch, or of these `hidden`, with the module as it stands;
-        the walk does not move.
+        """Yield the output [b, T, H] for each batch, or for each of `hidden`.
+
+        The module computes as it is, and the walk does not move.
         """
         states = self.hidden if hidden is None else hidden
         for x, (args, kwargs) in zip(states, self.arguments, strict=False):
@@ -63,8 +64,9 @@ class Layer:
             yield out[0] if isinstance(out, tuple) else out
 
     def run(self, each: Callable[[int, Tensor], None] = lambda b, output: None) -> None:
-        """Replace the hidden states by the layer's outputs, batch by batch; `each` sees them as
-        they come.
+        """Replace the hidden states by the layer's outputs, batch by batch.
+
+        `each` is called with the number of the batch and its output as they come.
         """
         for b, out in enumerate(self.outputs()):
             each(b, out)
@@ -73,12 +75,19 @@ class Layer:
 
 
 class Walk:
-    """`for layer in walk: ...` visits each decoder layer, loaded; then `logits()`.
+    """A walk through the decoder layers: `for layer in walk: ...` visits each one, loaded.
 
     The body of the loop may hook `layer.module`, look at `layer.outputs()`, load other weights into
-    it, and `run()` it; a layer that it did not run is run when the loop goes on. `hidden` is where
-    the walk stands, and is changed in place. Hidden states beyond `memory_budget` bytes lie in a
-    temporary file. With `dtype` fp64 everything is computed in fp64 (see `double`).
+    it, and `run()` it. A layer that it did not run is run when the loop goes on. After the last
+    layer, `logits()` gives the logits. `hidden` are the hidden states where the walk is, changed in
+    place. Hidden states beyond `memory_budget` bytes are kept in a temporary file. With `dtype`
+    fp64 everything is computed in fp64 (see `calibration/fp64.py`).
+
+    Example:
+        walk = Walk(open_checkpoint("Qwen/Qwen3-0.6B"), input_ids)
+        for layer in walk:
+            layer.run()
+            print(layer.index, walk.hidden[0].norm())
     """
 
     def __init__(
@@ -99,17 +108,22 @@ class Walk:
         self.memory_budget = memory_budget
         self.hidden: list[Tensor] = _Hidden(memory_budget)
         self.arguments: list[list[Arguments]] = [[] for _ in self.layers]  # by layer, by batch
-        self._other: Walk | None = None  # the model whose layers are installed
+        self._other: Walk | None = None  # a walk of the model whose layers `install` takes
         self._record(input_ids.split(batch_size or max(1, BATCH_TOKENS // input_ids.shape[1])))
 
     def __len__(self) -> int:
+        """Return the number of decoder layers."""
         return len(self.layers)
 
     def __iter__(self) -> Iterator[Layer]:
+        """Visit all layers."""
         return self.steps()
 
     def steps(self, start: int = 0) -> Iterator[Layer]:
-        """The layers from `start` on; `hidden` is the input of the first."""
+        """Visit the layers from `start` on; `hidden` must hold the inputs of the first.
+
+        Raises SurgeryError if the checkpoint lacks a tensor of a layer.
+        """
         for index in range(start, len(self.layers)):
             loaded = self._load_layer(index)
             self._read_ahead(self.blocks.names(index + 1))
@@ -130,10 +144,10 @@ class Walk:
                     stock.unload(module)
 
     def install(self, layer: Layer, output: Checkpoint) -> None:
-        """Put the layer of `output` in the place of this one, as it will be on the disk.
+        """Replace the layer by that of `output`, as it will be on disk, and drop its own weights.
 
-        `output` has the layers of this walk's checkpoint, in their places; its other ones need not
-        be known yet. The layer's own weights are dropped.
+        `output` has the layers of this walk's checkpoint, in the same places. Layers other than
+        this one need not be known yet.
         """
         if self._other is None or self._other.checkpoint is not output:
             self._other = self._like(output)
@@ -143,7 +157,7 @@ class Walk:
         layer.loaded = self._other._load_layer(layer.index)
 
     def _like(self, output: Checkpoint) -> Walk:
-        """Return a walk without text of another checkpoint."""
+        """Return a walk of another checkpoint, which has no text to run."""
         other = copy.copy(self)
         other.checkpoint, other.blocks, other.ahead = output, locate(output), None
         other.model = stock.meta_model(output, self.dtype, self.device)
@@ -151,25 +165,24 @@ class Walk:
         return other
 
     def _load_layer(self, index: int) -> list[nn.Module]:
-        """Load a decoder layer and the tables that it reads; return their modules."""
+        """Load a decoder layer and the tables that it reads, and return their modules."""
         module, tables = self.layers[index], self._tables(index)
         self.load([*self.blocks.names(index), *(n for names, _ in tables for n in names)])
         modules = [module, *(m for _, m in tables)]
-        read = [n for m in modules for n, p in m.named_parameters() if p.is_meta]
-        self._require(read, f"layer {index}: ")
+        missing = [n for m in modules for n, p in m.named_parameters() if p.is_meta]
+        self._require(missing, f"layer {index}: ")
         return modules
 
     def _tables(self, index: int | None = None) -> list[tuple[list[str], nn.Module]]:
-        """What blocks of a layer (or of any) read and the body owns: names on disk, and the
-        module.
+        """Return the modules of the body that custom-code blocks of a layer (or of any layer) read.
+
+        Each comes with the names of its tensors on disk.
         """
-        return [
-            (
-                [n for n in self.checkpoint.tensors if f".{name}." in f".{n}"],
-                self.model.base_model.get_submodule(name),
-            )
-            for name in block_config.shared_modules(self.checkpoint.config, index)
-        ]
+        found = []
+        for name in block_config.shared_modules(self.checkpoint.config, index):
+            stored = [n for n in self.checkpoint.tensors if f".{name}." in f".{n}"]
+            found.append((stored, self.model.base_model.get_submodule(name)))
+        return found
 
     def load(self, names: Sequence[str]) -> None:
         """Load these tensors of the checkpoint into the model."""
@@ -177,21 +190,20 @@ class Walk:
         stock.load(self.model, self.ahead.take(tensors) if self.ahead else tensors, self.device)
 
     def _read_ahead(self, names: Sequence[str]) -> None:
-        """Read these tensors, or ask the kernel to read their bytes, while something else is
-        computed.
-        """
+        """Start reading these tensors, or tell the kernel to, while something else is computed."""
         if self.ahead:
             self.ahead.start({n: self.checkpoint.tensors[n] for n in names})
             return
-        if not hasattr(os, "posix_fadvise"):  # macOS
+        if not hasattr(os, "posix_fadvise"):  # macOS has none
             return
         for extent in (e for n in names for e in self.checkpoint.tensors[n].sources()):
             with extent.file.path().open("rb") as f:
                 os.posix_fadvise(f.fileno(), extent.offset, extent.length, os.POSIX_FADV_WILLNEED)
 
     def twin(self) -> list[Tensor]:
-        """The hidden states once more, to be moved through the layers by other weights; spilled
-        alike.
+        """Return a copy of the hidden states, to be moved through the layers with other weights.
+
+        It has the same memory budget.
         """
         copy = _Hidden(self.memory_budget)
         for hidden in self.hidden:
@@ -199,10 +211,10 @@ class Walk:
         return copy
 
     def fork(self, checkpoint: Checkpoint, hidden: Sequence[Tensor]) -> Walk:
-        """A walk that goes on from `hidden` (the first batches) with the weights of `checkpoint`,
-        of the same config.
+        """Return a walk that goes on from `hidden` with the weights of another checkpoint.
 
-        It shares the model: use one of the two at a time.
+        `hidden` are those of the first batches, and `checkpoint` must have the same config. The two
+        walks share the model: use one at a time.
         """
         other = copy.copy(self)
         other.ahead = None if self.ahead is None else Prefetch(self.device)
@@ -211,10 +223,10 @@ class Walk:
 
     @torch.no_grad()
     def logits(self) -> Iterator[tuple[Positions, Tensor]]:
-        """After the last layer: logits [b, n, V] of n positions of a batch, and where in
-        `input_ids` they stand.
+        """Yield logits [b, n, V] of n positions of a batch, and their place in `input_ids`.
 
-        Never more than `CHUNK_LOGITS` of them (or one position of a batch) at a time.
+        Call it after the last layer. At most `CHUNK_LOGITS` logits (but at least one position of a
+        batch) are held at a time.
         """
         self._load_outer(without=self.model.get_input_embeddings())
         vocab_size = self.model.config.get_text_config().vocab_size
@@ -231,53 +243,50 @@ class Walk:
             stock.unload(self.model)
 
     def loss_gradient(self, input_ids: Tensor) -> list[Tensor]:
-        """After the last layer: d(mean language-model loss of input_ids [B, T]) / d(hidden states)
-        [b, T, H] of each batch.
+        """Return the gradient of the language-model loss in the hidden states.
+
+        It is [b, T, H] for each batch. Call it after the last layer. The loss is the mean over all
+        targets of `input_ids` [B, T].
         """
         self._load_outer(without=self.model.get_input_embeddings())
         targets, found, row = input_ids[:, 1:].to(self.device), list[Tensor](), 0
         try:
             for hidden in self.hidden:
-                found.append(
-                    self._loss_gradient(hidden, targets[row : row + len(hidden)], targets.numel())
-                )
+                own = targets[row : row + len(hidden)]
+                found.append(self._loss_gradient(hidden, own, targets.numel()))
                 row += len(hidden)
         finally:
             stock.unload(self.model)
         return found
 
     def _loss_gradient(self, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
-        """Of a batch; `count`: the targets of all."""
+        """Return the gradient for one batch [b, T, H].
+
+        `targets` [b, T - 1] are those of the batch, `count` is the number of targets in all
+        batches.
+        """
         found = torch.zeros_like(hidden, device=self.device)
-        n = max(1, CHUNK_LOGITS // (len(hidden) * self.model.config.get_text_config().vocab_size))
+        vocab_size = self.model.config.get_text_config().vocab_size
+        n = max(1, CHUNK_LOGITS // (len(hidden) * vocab_size))
         for start in range(0, targets.shape[1], n):
-            chunk = (
-                hidden[:, start : min(start + n, targets.shape[1])].to(self.device).requires_grad_()
-            )
-            logits = self._head(chunk)
-            loss = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), targets[:, start : start + n].flatten(), reduction="sum"
-            )
-            (found[:, start : start + chunk.shape[1]],) = torch.autograd.grad(loss / count, chunk)
+            where = slice(start, min(start + n, targets.shape[1]))
+            chunk = hidden[:, where].to(self.device).requires_grad_()
+            logits, wanted = self._head(chunk).flatten(0, 1), targets[:, where].flatten()
+            loss = torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
+            (found[:, where],) = torch.autograd.grad(loss / count, chunk)
         return found
 
     def _head(self, hidden: Tensor) -> Tensor:
-        """Final norm and head of hidden states [b, n, H] that stand at the end of the last
-        layer.
-        """
+        """Apply final norm and head to hidden states [b, n, H] of the end of the last layer."""
         width = self.model.get_input_embeddings().embedding_dim
         nothing = torch.zeros(*hidden.shape[:2], width, dtype=self.dtype, device=self.device)
-        with (
-            arithmetic(self.dtype),
-            self._stubs(lambda hidden_states, *args, **kwargs: hidden.as_subclass(_Whole)),
-        ):
+        stub = lambda hidden_states, *args, **kwargs: hidden.as_subclass(_Whole)  # noqa: E731
+        with arithmetic(self.dtype), self._stubs(stub):
             return self.model(inputs_embeds=nothing, use_cache=False).logits
 
     @torch.no_grad()
     def _record(self, batches: Sequence[Tensor]) -> None:
-        """Run the body with stubs, for the inputs of the first layer and the other arguments of
-        each.
-        """
+        """Run the body with stubs, to record the first layer's inputs and all other arguments."""
         self._load_outer(without=self.model.get_output_embeddings())
         pool: list[Tensor] = []
         for ids in batches:
@@ -293,13 +302,13 @@ class Walk:
                 self.model.base_model(input_ids=ids.to(self.device), use_cache=False)
             self.hidden.append(calls[0][0])
             for arguments, (_, (args, kwargs)) in zip(self.arguments, calls, strict=True):
-                arguments.append(
-                    (_share(args, pool), {k: _share(v, pool) for k, v in kwargs.items()})
-                )
+                shared = {k: _share(v, pool) for k, v in kwargs.items()}
+                arguments.append((_share(args, pool), shared))
         stock.unload(self.model)
 
     @contextmanager
     def _stubs(self, forward: Callable[..., Tensor]) -> Iterator[None]:
+        """Replace the forward of every decoder layer while the context lasts."""
         for layer in self.layers:
             layer.forward = forward
         try:
@@ -309,8 +318,9 @@ class Walk:
                 del layer.forward
 
     def _load_outer(self, without: nn.Module) -> None:
-        """Load what stands outside the layers, less the embeddings or the head where the checkpoint
-        has both.
+        """Load the weights outside the layers, without those of the embeddings or of the head.
+
+        If the checkpoint stores only one of the two, it serves both and is loaded.
         """
         names, left_out = stock.outer_names(self.blocks), set[str]()
         ends = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
@@ -324,71 +334,64 @@ class Walk:
         self._require(stock.without_weights(self.model, skipped))
 
     def _on_disk(self, module: nn.Module, names: Sequence[str]) -> list[str]:
+        """Return which of these names on disk are those of the module."""
         leaf = stock.module_name(self.model, module).split(".")[-1]
         return [n for n in names if n.split(".")[-2:-1] == [leaf]]
 
     def _require(self, missing: Sequence[str], where: str = "") -> None:
+        """Raise SurgeryError if parameters are missing."""
         if missing:
             raise SurgeryError(
                 f"{where}the checkpoint has no tensor for {missing[0]} ({len(missing)} such)",
-                "the checkpoint is incomplete, or its config.json is another model's",
+                "check that the checkpoint is complete and that config.json is its own",
             )
 
 
 def choose_device(name: str | None = None) -> str:
-    """The device of that name, by default the fastest that is there. Raises UsageError where it is
-    not.
+    """Return the device of that name; by default the fastest that is available.
+
+    Raises UsageError if it is not available.
     """
-    there = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    name = name or next(n for n, found in there.items() if found)
+    mps = torch.backends.mps.is_available()
+    there = {"cuda": torch.cuda.is_available(), "mps": mps, "cpu": True}
+    name = name or next(n for n, available in there.items() if available)
     if name == "cuda" and "LOCAL_RANK" in os.environ:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     if not there.get(name.split(":")[0]):
-        raise UsageError(
-            f"no device {name!r} here",
-            f"there is: {', '.join(n for n, found in there.items() if found)}",
-        )
+        found = ", ".join(n for n, available in there.items() if available)
+        raise UsageError(f"no device {name!r} here", f"choose one of these: {found}")
     return name
 
 
 def join_processes() -> None:
-    """Find the other processes that `torchrun` or `accelerate launch` started with this one, if
-    any.
-    """
+    """Join the other processes started by `torchrun` or `accelerate launch`, if any."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized():
         distributed.init_process_group("gloo")  # statistics are merged on the CPU
 
 
 def processes() -> tuple[int, int]:
-    """The number of this process, and how many there are."""
+    """Return the rank of this process and the number of processes."""
     together = distributed.is_available() and distributed.is_initialized()
     return (distributed.get_rank(), distributed.get_world_size()) if together else (0, 1)
 
 
 def choose_dtype(name: str | None, device: str) -> torch.dtype:
-    """bf16, fp16 or fp32; by default bf16 on a GPU and on a processor that multiplies it, else
-    fp32.
+    """Return the dtype of the name bf16, fp16 or fp32.
+
+    The default is bf16 on a GPU and on a CPU that multiplies it in hardware, and fp32 otherwise.
     """
     if name is None:
-        multiplies = (
-            "_is_amx_tile_supported",
-            "_is_avx512_bf16_supported",
-        )  # absent from older versions
-        name = (
-            "bf16"
-            if device != "cpu" or any(getattr(torch.cpu, m, bool)() for m in multiplies)
-            else "fp32"
-        )
+        # Older versions of torch lack these functions: `bool` then answers False.
+        asked = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+        multiplies = any(getattr(torch.cpu, support, bool)() for support in asked)
+        name = "bf16" if device != "cpu" or multiplies else "fp32"
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
 
 
 class _Hidden(list[Tensor]):
-    """Hidden states of each batch. Those that do not fit in `budget` bytes are mapped from a file,
-    and replaced in it.
+    """The hidden states of each batch.
+
+    Those that do not fit into `budget` bytes are mapped from a file and replaced inside it.
     """
 
     def __init__(self, budget: int | None) -> None:
@@ -412,23 +415,25 @@ class _Hidden(list[Tensor]):
 
 
 def _mapped(value: Tensor) -> Tensor:
-    """A copy in a file of the folder that TMPDIR names, which goes when the tensor does."""
+    """Return a copy in a temporary file, which goes away with the tensor.
+
+    The file is in the folder named by TMPDIR.
+    """
     with tempfile.NamedTemporaryFile(prefix="surgery-") as file:
         file.truncate(value.nbytes)
-        copy = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype).view(
-            value.shape
-        )
+        size, dtype = value.numel(), value.dtype
+        copy = torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(value.shape)
     return copy.copy_(value)
 
 
 class _Whole(Tensor):
-    """A stub's output that is its own first element: some bodies take a layer's output whole, some
-    take `[0]` of a tuple.
+    """The output of a stub, which is its own first element.
+
+    Some bodies take a layer's output whole, others take `[0]` of a tuple.
     """
 
-    __torch_function__ = (
-        torch._C._disabled_torch_function_impl
-    )  # every operation on it returns a plain tensor
+    # Every operation on it returns a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     def __getitem__(self, index: Any) -> Tensor:
         whole = self.as_subclass(Tensor)
@@ -436,8 +441,9 @@ class _Whole(Tensor):
 
 
 def _share(value: Any, pool: list[Tensor]) -> Any:
-    """`value` with its tensors replaced by equal ones of `pool`: batches of one shape have one
-    mask.
+    """Return `value` with its tensors replaced by equal ones of `pool`.
+
+    Batches of the same shape then share a single mask.
     """
     if isinstance(value, tuple):
         return tuple(_share(v, pool) for v in value)

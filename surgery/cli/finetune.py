@@ -1,4 +1,4 @@
-"""`surgery finetune-script`."""
+"""The command `surgery finetune-script`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing.")
 def finetune_script_command(folder: Path, dry_run: bool, as_json: bool, quiet: bool) -> int:
-    """Write DIR/finetune again, in a checkpoint that surgery wrote: finetune.py, a script that
-    trains what the conversion changed and stands alone; fsdp2.yaml, zero3.yaml and axolotl.yaml;
-    requirements.txt; smoke.txt, a little text to try it on. Every conversion writes them; this
-    replaces what was edited there.
+    """Write DIR/finetune again, in a checkpoint that surgery wrote.
+
+    It holds finetune.py, a self-contained script that trains what the conversion changed;
+    fsdp2.yaml, zero3.yaml and axolotl.yaml to launch it with; requirements.txt; and smoke.txt, a
+    little text to try it on. Every conversion writes these files. This command replaces whatever
+    was edited there.
 
     \b
     Examples:

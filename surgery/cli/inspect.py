@@ -1,7 +1,8 @@
-"""`surgery inspect`: weigh a checkpoint from its headers, or a bare config.json."""
+"""The command `surgery inspect`: weigh a checkpoint from its headers, or a bare config.json."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from surgery.analysis.weigh import Weights
 
 WEIGHTS = ("*.safetensors", "*.bin")
+PIPED = 120  # columns
 
 
 @click.command(
@@ -23,7 +27,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
     default="h100",
     show_default=True,
     metavar="NAME|RATES",
-    help="A device by name (h100, a100, mi300x, rtx4090, cpu, ...) or as 3.35TB/s,989TFLOP/s.",
+    help="The device: a name (h100, a100, mi300x, rtx4090, cpu, ...) or 3.35TB/s,989TFLOP/s.",
 )
 @click.option(
     "--batch",
@@ -34,14 +38,15 @@ WEIGHTS = ("*.safetensors", "*.bin")
 )
 @click.option(
     "--dtype",
-    help="Bytes per weight as if stored so: fp32, bf16, fp8, int4, mxfp4, ... [default: as stored]",
+    metavar="NAME",
+    help="Count weights as if stored in fp32, bf16, fp8, int4, mxfp4, ... [default: as stored]",
 )
 @click.option(
     "--context",
     default=0,
     type=click.IntRange(min=0),
     metavar="N",
-    help="Count attention over N positions, and their KV cache at 2 bytes an element.",
+    help="Count attention over N positions, and their KV cache at 2 bytes per element.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option(
@@ -49,7 +54,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
     "plot_file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Draw shares and roofline to a .png or .svg.",
+    help="Draw the shares and the roofline to a .png, .svg or .pdf file.",
 )
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
 def inspect_command(
@@ -62,9 +67,11 @@ def inspect_command(
     plot_file: Path | None,
     revision: str | None,
 ) -> None:
-    """Weigh MODEL without reading its weights: parameters and share of attention, MLPs, routers,
-    norms and embeddings; active parameters, FLOPs and bytes of one token; the time it takes at
-    best; the batch where MLPs turn compute-bound.
+    """Weigh MODEL without reading its weights.
+
+    Shows the parameters and share of attention, MLPs, routers, norms and embeddings; the active
+    parameters, FLOPs and bytes of one token; the least time it takes; and the batch from which the
+    MLPs are compute-bound.
 
     MODEL is a folder, a .safetensors file, a Hub id (headers are fetched, never weights) or a
     config.json.
@@ -90,38 +97,39 @@ def inspect_command(
     if as_json:
         click.echo(json.dumps(inspection.as_dict(weights, step), indent=2))
     else:
-        _print(inspection.render(weights, step, name))
+        show(inspection.render(weights, step, name))
 
 
-def _print(report: Any) -> None:
+def show(report: RenderableType) -> None:
+    """Print a report as wide as the terminal, or, in a pipe, as COLUMNS says (120 by default)."""
     from rich.console import Console
 
-    terminal = Console(highlight=False)
-    # A pipe has no width: rich would assume 80 columns and wrap the tables.
-    (terminal if terminal.is_terminal else Console(highlight=False, width=100)).print(report)
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        console.width = PIPED  # rich would assume 80 columns and wrap the tables
+    console.print(report)
 
 
 def _weigh(model: str, revision: str | None) -> tuple[Weights, str]:
-    """The weights, and what to call the model."""
+    """Return the weights, and what to call the model."""
     from surgery.analysis.weigh import shapes_of, weigh
 
     if config_file := _bare_config(Path(model)):
         config = _read(config_file)
-        named = config.get("_name_or_path") or (
-            config_file.stem if config_file.stem != "config" else config_file.resolve().parent.name
-        )
-        return weigh(shapes_of(config), config), named
+        own = config_file.stem
+        folder = config_file.resolve().parent.name
+        name = config.get("_name_or_path") or (own if own != "config" else folder)
+        return weigh(shapes_of(config), config), name
     from surgery.storage import open_checkpoint
 
     checkpoint = open_checkpoint(model, revision=revision)
     location = Path(checkpoint.source.location)
-    return weigh(
-        checkpoint, checkpoint.config
-    ), location.resolve().name if location.exists() else str(checkpoint.source.location)
+    name = location.resolve().name if location.exists() else str(checkpoint.source.location)
+    return weigh(checkpoint, checkpoint.config), name
 
 
 def _bare_config(path: Path) -> Path | None:
-    """The config.json where there is nothing else to weigh."""
+    """Return the path of config.json if there are no weights beside it."""
     if path.suffix == ".json":
         return path
     inside = path / "config.json"
@@ -129,6 +137,7 @@ def _bare_config(path: Path) -> Path | None:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
+    """Return a config.json, checked."""
     import json
 
     from surgery.checkpoint.config import check
@@ -137,15 +146,12 @@ def _read(path: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError as error:
-        raise SurgeryError(
-            f"{path} does not exist", "give a folder, a Hub id or a config.json"
-        ) from error
+        hint = "give a folder, a Hub id or a config.json"
+        raise SurgeryError(f"{path} does not exist", hint) from error
     except json.JSONDecodeError as error:
-        raise SurgeryError(
-            f"{path} is not JSON: {error}", "give the model's config.json"
-        ) from error
+        hint = "give the model's config.json"
+        raise SurgeryError(f"{path} is not JSON: {error}", hint) from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise SurgeryError(
-            f"{path} has no model_type", "give the config.json of a Hugging Face checkpoint"
-        )
+        hint = "give the config.json of a Hugging Face checkpoint"
+        raise SurgeryError(f"{path} has no model_type", hint)
     return check(config, str(path))

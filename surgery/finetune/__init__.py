@@ -1,14 +1,14 @@
-"""The folder `finetune/` of an output: a script that trains what the operations changed, and
-configs to launch it with.
+"""Fill the folder `finetune/` of an output: a training script, and configs to launch it with.
 
-The script is one file that stands alone: it needs the checkpoint in the folder above it, and not
-this package. What is in it follows from the record of the conversion and from config.json, so that
-a reader finds what this model needs alone.
+The script trains what the operations changed. It is a single file that needs the checkpoint in the
+folder above it, and not this package. Its contents follow from the record of the conversion and
+from config.json, so that it holds only what this model needs.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ from surgery.families import Family, find
 
 FOLDER = "finetune"
 REQUIREMENTS = ("torch>=2.6", "transformers>=5.24", "trl>=1.16", "datasets>=4", "accelerate>=1.10")
-SMOKE_BYTES = 40_000
+SMOKE_BYTES = 40_000  # limit of smoke.txt
 SPLINES = r"\.coefficients$"
 EVERYTHING, ROUTERS, MEMORY = 'r""', r'r"\.(gate|router)\."', 'r"memory"'
 
@@ -32,48 +32,47 @@ class Needs:
     """What the training of one checkpoint needs."""
 
     what: str  # the operations, for the docstring
-    source: str
-    revision: str | None  # of a source on the Hub
+    source: str  # a path relative to the output, or a Hub id or URL
+    revision: str | None  # commit of a source on the Hub
     moe: bool
     sparse: bool
     memory: bool
-    tables: tuple[
-        str, ...
-    ]  # of memories, in names of parameters; not those that hold an MLP's own neurons
+    tables: tuple[str, ...]  # parts of the names of tables that have a learning rate of their own
     splines: bool
     down: str  # the last part of the name of down_proj, whose input is the product
-    ramp: bool  # the thresholds rise from 0: no repair has fitted the weights to them
-    remote: bool  # it comes with code of its own
-    eager: bool  # its attention caps scores, which sdpa leaves out
-    sparse_gradients: bool  # of a memory's table
-    two_outputs: bool  # the router gives its scores and logits, and no indices
-    given: tuple[str, ...]  # options that the recipe gives the script
+    ramp: bool  # thresholds rise from 0, because no repair has fitted the weights to them
+    remote: bool  # the checkpoint comes with its own code
+    eager: bool  # attention caps its scores, which sdpa would leave out
+    sparse_gradients: bool  # a memory's table has sparse gradients
+    two_outputs: bool  # the router returns scores and logits, and no indices
+    given: tuple[str, ...]  # options that the recipe gives to the script
 
     @property
     def stages(self) -> list[list[str]]:
-        """Rows of the script's table: the end of a stage, what it trains, times --l1, times the
-        thresholds.
+        """Return the rows of the script's table of stages.
+
+        A row has the end of the stage as a share of the steps, the pattern of the parameters it
+        trains (if some train alone at first), the factor of --l1, and the factor of the thresholds.
         """
-        l1 = [
-            ("0.1", "0.0", "0.0"),
-            ("0.4", "0.5", "0.5"),
-            ("0.7", "1.0", "1.0"),
-            ("1.0", "1.0", "1.0"),
-        ]
         if self.sparse:
-            return [[end, x, *([t] if self.ramp else [])] for end, x, t in l1]
+            rise = [("0.1", "0.0"), ("0.4", "0.5"), ("0.7", "1.0"), ("1.0", "1.0")]
+            return [[end, factor, *([factor] if self.ramp else [])] for end, factor in rise]
         first, end = (MEMORY, "0.2") if self.memory else (ROUTERS, "0.05")
         return [[end, first], ["1.0", EVERYTHING]] if self.staged else []
 
     @property
     def staged(self) -> bool:
-        """Whether there are parameters that train alone at first."""
+        """Return whether some parameters train alone at first."""
         return self.moe or self.memory
 
 
-def files(record: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, bytes]:
-    """What goes beside the weights of a converted checkpoint, by name, for its surgery.json and
-    config.json.
+def files(
+    record: Mapping[str, Any], config: Mapping[str, Any], folder: Path | None = None
+) -> dict[str, bytes]:
+    """Return the files of `finetune/` by name, for a converted checkpoint.
+
+    `record` is its surgery.json, `config` its config.json. `folder` is where it is; without it, a
+    source on this disk is taken to be in the same parent folder.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -84,17 +83,16 @@ def files(record: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, byt
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    values = _values(needs(record, config))
+    values = _values(needs(record, config, folder))
     names = environment.list_templates(extensions=["j2"])
     texts = {n.removesuffix(".j2"): environment.get_template(n).render(**values) for n in names}
-    return {
-        f"{FOLDER}/{name}": text.encode() for name, text in (texts | {"smoke.txt": _text()}).items()
-    }
+    texts["smoke.txt"] = _text()
+    return {f"{FOLDER}/{name}": text.encode() for name, text in texts.items()}
 
 
 def of_folder(folder: Path, record: Mapping[str, Any]) -> dict[str, bytes]:
-    """`files` of the converted checkpoint in `folder`, whose surgery.json is `record`."""
-    return files(record, json.loads((folder / "config.json").read_bytes()))
+    """Return `files` for the converted checkpoint in `folder`, whose surgery.json is `record`."""
+    return files(record, json.loads((folder / "config.json").read_bytes()), folder)
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -104,11 +102,13 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
         (folder / name).write_bytes(data)
 
 
-def needs(record: Mapping[str, Any], config: Mapping[str, Any]) -> Needs:
-    """What a checkpoint needs to be trained, by what was done to it."""
+def needs(
+    record: Mapping[str, Any], config: Mapping[str, Any], folder: Path | None = None
+) -> Needs:
+    """Return what a checkpoint needs to be trained, judging by what was done to it."""
     try:
         family = find(config)
-    except SurgeryError:  # a copy of a model of another family
+    except SurgeryError:  # a copy of a model whose family is unknown
         family = Family(model_type="")
     steps = [s for s in record["recipe"] if s["operation"] != "cast"]
     blocks = config.get("surgery_blocks") or ()
@@ -117,10 +117,11 @@ def needs(record: Mapping[str, Any], config: Mapping[str, Any]) -> Needs:
     relufied = [step for step, record in records if record and record.makes_zeros]
     moe = family.is_moe or "experts" in kinds
     sparse = bool(relufied) and not (moe or "memory" in kinds)
-    source = Path(str(record["source"]["location"])).expanduser()
+    ruled = any(e.get("rule", "plain") != "plain" for e in blocks)
+    options = record.get("finetune") or {}
     return Needs(
         what=", then ".join(s["operation"] for s in steps) or "a copy",
-        source=str(source.resolve() if source.exists() else record["source"]["location"]),
+        source=_source(str(record["source"]["location"]), folder),
         revision=record["source"]["revision"],
         moe=moe,
         sparse=sparse,
@@ -128,45 +129,64 @@ def needs(record: Mapping[str, Any], config: Mapping[str, Any]) -> Needs:
         tables=_tables([entry for entry in blocks if entry["kind"] == "memory"]),
         splines="spline" in kinds,
         down="." + family.down.rsplit(".", 1)[-1],
-        ramp=any(e.get("rule", "plain") != "plain" for e in blocks)
-        and [s.get("repair") for s in relufied] == ["none"],
+        ramp=ruled and [s.get("repair") for s in relufied] == ["none"],
         remote=bool(config.get("auto_map")),
         eager=bool((config.get("text_config") or config).get("attn_logit_softcapping")),
         sparse_gradients=any(e.get("sparse_gradients") for e in blocks),
         two_outputs=family.mlp == "feed_forward",
-        given=tuple(f"--{key}={value}" for key, value in (record.get("finetune") or {}).items()),
+        given=tuple(f"--{key}={value}" for key, value in options.items()),
     )
+
+
+def _source(location: str, folder: Path | None) -> str:
+    """Return where the script looks for the source: a path relative to the output, or a Hub id.
+
+    The files may be published, so they name no folder of this disk beyond those around the output.
+    A source that is neither beside the output nor beside its parent is named as if it were beside
+    it; the user then gives --source.
+    """
+    path = Path(location).expanduser()
+    if not path.exists() and not location.startswith(("/", ".", "~")):
+        return location
+    path = path.resolve()
+    if folder is not None and len(Path(os.path.commonpath([path, folder.resolve()])).parts) > 1:
+        relative = Path(os.path.relpath(path, folder.resolve()))
+        if relative.parts.count("..") <= 2:
+            return relative.as_posix()
+    return f"../{path.name}"
 
 
 def _tables(memories: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return patterns of the memories' tables that train at a rate of their own.
+
+    Tables that hold an MLP's own neurons do not: they were trained already.
+    """
     drawn = [entry["shared"] for entry in memories if entry["slots"] != "neurons"]
-    return (
-        tuple(f"{name}." for name in drawn)
-        if len(drawn) < len(memories)
-        else ("memory_values",) * bool(drawn)
-    )
+    if len(drawn) < len(memories):
+        return tuple(f"{name}." for name in drawn)
+    return ("memory_values",) if drawn else ()
 
 
 def _values(n: Needs) -> dict[str, Any]:
-    """What the templates are filled with."""
+    """Return the variables of the templates."""
     alone = n.splines and not (n.staged or n.sparse)
     pattern = "|".join(map(re.escape, n.tables))
     rates = [[f'r"{pattern}"', "10.0", "0.0"]] if n.tables else []
-    columns = ["until this share" if n.ramp else "until this share of the steps"]
-    columns += ["trains these (a pattern of names)"] if n.staged else []
-    columns += ["× --l1"] if n.sparse else []
-    columns += ["× thresholds"] if n.ramp else []
+    columns = ["its end as a share of the steps"]
+    columns += ["pattern of the names it trains"] if n.staged else []
+    columns += ["factor of --l1"] if n.sparse else []
+    columns += ["factor of the thresholds"] if n.ramp else []
     used = {"cos": n.sparse, "log": n.moe, "pi": n.sparse}
     return asdict(n) | {
         "requirements": REQUIREMENTS,
-        "columns": "; ".join(columns),
-        "stages": n.stages,
+        "columns": ", ".join(columns),
+        "stages": ", ".join(f"({', '.join(row)})" for row in n.stages),
         "staged": n.staged,
         "groups": [*rates, [EVERYTHING, "1.0", "0.1"]] if n.memory else [],
-        "trains": SPLINES if alone else "",  # and nothing else does
+        "trains": SPLINES if alone else "",  # pattern of the only parameters that train
         "watches": n.moe or n.sparse,
-        "load": (", trust_remote_code=True" if n.remote else "")
-        + (', attn_implementation="eager"' if n.eager else ""),
+        "passed": "options=options, " * (n.moe or n.sparse) + "teacher=teacher, " * n.sparse,
+        "load": ", trust_remote_code=True" * n.remote + ', attn_implementation="eager"' * n.eager,
         "beyond": _beyond(n),
         "maths": [name for name, needed in used.items() if needed],
         "lr": 1e-3 if alone else 1e-4 if n.memory else 5e-5 if n.moe else 3e-5,
@@ -174,22 +194,19 @@ def _values(n: Needs) -> dict[str, Any]:
 
 
 def _beyond(n: Needs) -> str:
-    """What an axolotl run lacks."""
-    found = ["the L1 loss, the zeros in the log, learning from the source"] if n.sparse else []
-    found += (
-        ["the routers' balancing loss for every family, their load in the log"] if n.moe else []
-    )
-    found += (
-        [f"the stage that trains the {'memory' if n.memory else 'routers'} alone"]
-        if n.staged
-        else []
-    )
+    """Return what an axolotl run lacks, compared with the script."""
+    found = []
+    if n.sparse:
+        found += ["the L1 loss", "the zeros in the log", "learning from the source"]
+    if n.moe:
+        found += ["the routers' balancing loss", "their load in the log"]
+    if n.staged:
+        found += [f"the stage that trains the {'memory' if n.memory else 'routers'} alone"]
     return ", ".join(found) or "nothing"
 
 
 def _text() -> str:
-    """The beginning of the package's own text, up to the end of a paragraph."""
-    text = (resources.files("surgery.demo") / "text" / "repair.txt").read_text(encoding="utf-8")[
-        :SMOKE_BYTES
-    ]
+    """Return the beginning of the package's repair text, up to the end of a paragraph."""
+    file = resources.files("surgery.demo") / "text" / "repair.txt"
+    text = file.read_text(encoding="utf-8")[:SMOKE_BYTES]
     return text[: text.rfind("\n\n")] + "\n"

@@ -1,9 +1,8 @@
-"""What `surgery analyze --out` draws: report.html, one file that asks the network for nothing, and
-PNGs for a model card.
+"""Write what `surgery analyze --out` draws: report.html, and PNGs for a model card.
 
-The page's figures (figures.py) are SVG written here (svg.py), so that they take their colours from
-the page (light or dark) and need no matplotlib, which draws the PNGs only (png.py). Both draw the
-same numbers (curves.py).
+report.html is a single file that loads nothing from the network. Its figures (figures.py) are SVG
+(svg.py), so that they take their colours from the page, light or dark, and need no matplotlib.
+matplotlib draws only the PNGs (png.py). Both draw the same numbers (curves.py).
 """
 
 from __future__ import annotations
@@ -23,14 +22,15 @@ from surgery.analysis.analyze import (
 from surgery.analysis.devices import Device
 from surgery.analysis.sparsity import hot_share
 from surgery.report.analysis import finding, notes
-from surgery.report.curves import name_of, share
+from surgery.report.curves import CETT_EXPLAINED, name_of, share
 from surgery.report.figures import figures
 from surgery.report.png import write_pngs
 
 
 def write_report(analysis: Analysis, device: Device, folder: Path) -> list[Path]:
-    """report.html and, where matplotlib is installed, the PNGs that the analysis has figures for;
-    what was written.
+    """Write report.html and, if matplotlib is installed, the PNGs that the analysis has data for.
+
+    Returns the paths of the files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "report.html"
@@ -39,7 +39,7 @@ def write_report(analysis: Analysis, device: Device, folder: Path) -> list[Path]
 
 
 def render(analysis: Analysis, device: Device) -> str:
-    """The page."""
+    """Return the page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -53,6 +53,7 @@ def render(analysis: Analysis, device: Device) -> str:
         a=analysis,
         name=name_of(analysis),
         finding=finding(analysis),
+        cett_explained=CETT_EXPLAINED if analysis.savings else "",
         notes=list(notes(analysis)),
         tiles=list(tiles(analysis)),
         figures=list(figures(analysis, device)),
@@ -66,7 +67,7 @@ def render(analysis: Analysis, device: Device) -> str:
 
 
 def tiles(a: Analysis) -> Iterator[tuple[str, str]]:
-    """A number and what it is of."""
+    """Yield the numbers at the top of the page, each with what it is of."""
     parts, what = a.mlps or a.inside, "products" if a.mlps else "experts' products"
     if parts:
         yield share(a.mean(exact_zeros, parts)), f"of the {what} are exact zeros"
@@ -77,12 +78,7 @@ def tiles(a: Analysis) -> Iterator[tuple[str, str]]:
         dead, total = sum(int((m.active == 0).sum()) for m in a.mlps), sum(m.width for m in a.mlps)
         yield f"{dead:,}", f"of {total:,} neurons are never active"
     if a.routers:
-        unused, total = (
-            sum(int((r.load == 0).sum()) for r in a.routers),
-            sum(r.experts for r in a.routers),
-        )
-        yield (
-            f"{max(r.busiest for r in a.routers):.2f}×",
-            "an even share of the tokens goes to the busiest expert",
-        )
+        unused = sum(int((r.load == 0).sum()) for r in a.routers)
+        total, busiest = sum(r.experts for r in a.routers), max(r.busiest for r in a.routers)
+        yield f"{busiest:.2f}×", "an even share of the tokens goes to the busiest expert"
         yield f"{unused:,}", f"of {total:,} experts get no token"

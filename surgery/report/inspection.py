@@ -1,4 +1,4 @@
-"""What `surgery inspect` shows: a finding, a summary, where the weights are, and a plot of both."""
+"""What `surgery inspect` shows: a finding, a summary, where the weights are, and a plot of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = {
     "other": "other",
     "towers": "not run on text",
 }
-COLORS = {  # MLPs are warm, the rest cold or grey
+COLORS = {  # warm for MLPs, cold or grey for the rest
     "embedding": "#9aa5b1",
     "head": "#c3cad2",
     "attention": "#3d6fb4",
@@ -48,17 +48,19 @@ INK, FAINT = "#222222", "#8a8f98"
 
 
 def as_dict(weights: Weights, step: Decode) -> dict[str, Any]:
-    """The whole inspection, for --json."""
+    """Return the whole inspection, for --json."""
     return {**weights.as_dict(), "decode": step.as_dict()}
 
 
-def quantity(value: float, unit: str = "") -> str:
-    """Four significant digits and an SI prefix: "56.37 B" of parameters, "112.7 GFLOP" with a
-    unit.
+def quantity(value: float, unit: str = "", *, digits: int = 4) -> str:
+    """Return a number with four (or `digits`) significant digits and an SI prefix.
+
+    "56.37 B" of parameters, or with a unit "112.7 GFLOP".
     """
     prefixes = ((1e15, "P"), (1e12, "T"), (1e9, "G" if unit else "B"), (1e6, "M"), (1e3, "k"))
     scale, prefix = next(((s, p) for s, p in prefixes if abs(value) >= s), (1.0, ""))
-    return f"{value / scale:.4g} {prefix}{unit}".strip()
+    rounded = float(f"{value / scale:.{digits}g}")
+    return f"{rounded:g} {prefix}{unit}".strip()
 
 
 def _or_dash(value: float, unit: str) -> str:
@@ -66,7 +68,7 @@ def _or_dash(value: float, unit: str) -> str:
 
 
 def finding(weights: Weights) -> str:
-    """One line that says where the weights are."""
+    """Return one line that says where the weights are."""
     line = f"MLPs hold {weights.mlp_share:.0%} of the weights"
     if "routed_experts" not in weights.roles:
         return line
@@ -74,7 +76,7 @@ def finding(weights: Weights) -> str:
 
 
 def render(weights: Weights, step: Decode, name: str) -> RenderableType:
-    """The report for a terminal or a pipe, 100 columns wide."""
+    """Return the report, for a terminal or a pipe."""
     title = Text.assemble(
         (finding(weights), "bold"),
         (f"\n{name} · {weights.model_type} · {len(weights.layers)} layers", "dim"),
@@ -96,52 +98,44 @@ def _summary(weights: Weights, step: Decode) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    context = f"attention over {step.context:,} positions included"
-    scores = context if step.context else "attention scores apart: --context N"
-    stored = step.dtype or "/".join(weights.dtypes).lower()
-    for key, value in (
-        (
-            "Parameters",
-            f"{quantity(weights.parameters())}, {quantity(weights.active())} active per token "
-            f"({quantity(weights.active_with_embedding)} with the input embedding)",
-        ),
-        (
-            "MLPs",
-            f"{quantity(weights.parameters(*MLP_ROLES))} ({weights.mlp_share:.1%}): {_describe_mlps(weights)}",
-        ),
-        (
-            "FLOPs per token",
-            f"{quantity(step.whole.flops / step.batch, 'FLOP')} forward, "
-            f"{quantity(step.mlp.flops / step.batch, 'FLOP')} in the MLPs ({scores})",
-        ),
-        (
-            "Bytes per step",
-            f"{quantity(step.whole.nbytes, 'B')} read, "
-            f"{quantity(step.mlp.nbytes, 'B')} for the MLPs ({stored})",
-        ),
-        *_timing(step),
-    ):
+    for key, value in (*_parameters(weights), *_work(step, weights), *_timing(step)):
         table.add_row(key, value)
     return table
 
 
+def _parameters(weights: Weights) -> list[tuple[str, str]]:
+    whole, active = quantity(weights.parameters()), quantity(weights.active())
+    embedded = quantity(weights.active_with_embedding)
+    mlps = f"{quantity(weights.parameters(*MLP_ROLES))} ({weights.mlp_share:.1%})"
+    return [
+        ("Parameters", f"{whole}, {active} active per token ({embedded} with the input embedding)"),
+        ("MLPs", f"{mlps}: {_describe_mlps(weights)}"),
+    ]
+
+
+def _work(step: Decode, weights: Weights) -> list[tuple[str, str]]:
+    whole = quantity(step.whole.flops / step.batch, "FLOP")
+    mlps = quantity(step.mlp.flops / step.batch, "FLOP")
+    attention = "without attention scores: give --context N"
+    if step.context:
+        attention = f"with attention over {step.context:,} positions"
+    stored = step.dtype or "/".join(weights.dtypes).lower()
+    read, of_mlps = quantity(step.whole.nbytes, "B"), quantity(step.mlp.nbytes, "B")
+    return [
+        ("FLOPs per token", f"{whole} forward, {mlps} in the MLPs ({attention})"),
+        ("Bytes per step", f"{read} read, {of_mlps} for the MLPs ({stored})"),
+    ]
+
+
 def _describe_mlps(weights: Weights) -> str:
-    """ "SwiGLU (silu), d_ff 28,672"; every width that some layer has."""
-    kind = (
-        f"{weights.gate} ({weights.activation})"
-        if weights.gated
-        else f"{weights.activation}, no gate"
-    )
-    widths = {
-        (role, layer.widths[role], layer.experts, layer.top_k)
-        for layer in weights.layers
-        for role in MLP_ROLES
-        if role in layer.widths
-    }
+    """Return the kind of the MLPs and every width of theirs: "SwiGLU (silu), d_ff 28,672"."""
+    kind = f"{weights.activation}, no gate"
+    if weights.gated:
+        kind = f"{weights.gate} ({weights.activation})"
+    layers = [(role, layer) for layer in weights.layers for role in layer.widths]
+    widths = {(r, x.widths[r], x.experts, x.top_k) for r, x in layers if r in MLP_ROLES}
     parts = [kind]
-    for role, width, experts, top_k in sorted(
-        widths, key=lambda entry: (ROLES.index(entry[0]), entry[1])
-    ):
+    for role, width, experts, top_k in sorted(widths, key=lambda w: (ROLES.index(w[0]), w[1])):
         if role == "routed_experts":
             parts.append(f"{experts} experts of d_ff {width:,}, top {top_k}")
         else:
@@ -150,6 +144,7 @@ def _describe_mlps(weights: Weights) -> str:
 
 
 def _timing(step: Decode) -> list[tuple[str, str]]:
+    """Return the rows on what a step takes on the device, and what limits it."""
     device, many = step.device, f" of {step.batch:,} tokens" if step.batch > 1 else ""
     whole, mlp = 1e3 * step.whole.seconds(device), 1e3 * step.mlp.seconds(device)
     rates = f"{quantity(device.bandwidth, 'B/s')}, {quantity(device.peak, 'FLOP/s')}"
@@ -157,9 +152,8 @@ def _timing(step: Decode) -> list[tuple[str, str]]:
     rows = [(f"On {device.name}", f"{per}, {mlp:.3g} ms in the MLPs, at best ({rates})")]
     if step.compute_bound_from:
         at = f"the MLPs do {step.mlp.intensity:.3g} FLOP per byte at batch {step.batch:,}"
-        verdict = (
-            f"{step.mlp.bound(device)}-bound; compute-bound from batch {step.compute_bound_from:,}"
-        )
+        first = f"{step.compute_bound_from:,}"
+        verdict = f"{step.mlp.bound(device)}-bound; compute-bound from batch {first}"
         rows.append(("Roofline", f"{at}, the ridge is at {device.ridge:.0f}: {verdict}"))
     return rows
 
@@ -167,11 +161,9 @@ def _timing(step: Decode) -> list[tuple[str, str]]:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
     for column in columns:
-        table.add_column(
-            column,
-            justify="left" if column in ("In all", "Per layer", "part") else "right",
-            no_wrap=True,
-        )
+        words = column in ("In all", "Per layer", "part")
+        # In a narrow terminal words wrap, and no digit is cut off.
+        table.add_column(column, justify="left" if words else "right", overflow="fold")
     return table
 
 
@@ -182,24 +174,14 @@ def _by_role(weights: Weights, step: Decode) -> Table:
         parameters = weights.parameters(*roles)
         flops = weights.flops(*roles, context=step.context)
         read = weights.nbytes(*roles, batch=step.batch, dtype=step.dtype, context=step.context)
-        share, active = (
-            f"{parameters / weights.parameters():.1%}",
-            _or_dash(weights.active(*roles), ""),
-        )
-        table.add_row(
-            name,
-            quantity(parameters),
-            share,
-            active,
-            _or_dash(flops, "FLOP"),
-            _or_dash(read, "B"),
-            style=style,
-        )
+        share = f"{parameters / weights.parameters():.1%}"
+        active = _or_dash(weights.active(*roles), "")
+        work = (_or_dash(flops, "FLOP"), _or_dash(read, "B"))
+        table.add_row(name, quantity(parameters), share, active, *work, style=style)
 
     for role in weights.roles:
-        row(
-            "head (tied to the embedding)" if role == "head" and weights.tied else NAMES[role], role
-        )
+        tied = role == "head" and weights.tied
+        row("head (tied to the embedding)" if tied else NAMES[role], role)
     row("total", style="bold")
     return table
 
@@ -215,45 +197,32 @@ def _by_layer(weights: Weights) -> Table:
 def _layer_rows(table: Table, label: str, layer: LayerWeights) -> None:
     total = sum(tally.parameters for tally in layer.tallies.values())
     for i, (role, tally) in enumerate(layer.tallies.items()):
-        table.add_row(
-            label if i == 0 else "",
-            NAMES[role],
-            f"{tally.parameters:,}",
-            f"{tally.parameters / total:.1%}",
-            f"{layer.active(role):,}",
-        )
+        share, active = f"{tally.parameters / total:.1%}", f"{layer.active(role):,}"
+        table.add_row("" if i else label, NAMES[role], f"{tally.parameters:,}", share, active)
     if len(layer.tallies) > 1:
-        table.add_row(
-            "",
-            "layer",
-            f"{total:,}",
-            "",
-            f"{sum(map(layer.active, layer.tallies)):,}",
-            style="bold",
-        )
+        active = f"{sum(map(layer.active, layer.tallies)):,}"
+        table.add_row("", "layer", f"{total:,}", "", active, style="bold")
 
 
 # --- plot -----------------------------------------------------------------------------------------
 
 
 def plot(weights: Weights, step: Decode, name: str, path: Path) -> None:
-    """Shares of each role by group of layers, and the MLPs under the roofline; PNG or SVG by the
-    suffix of `path`.
+    """Draw each role's share by group of layers, and the MLPs under the roofline.
 
-    Raises SurgeryError without matplotlib, UsageError for a suffix that it cannot draw.
+    The suffix of `path` chooses PNG, SVG or PDF. Raises SurgeryError without matplotlib, and
+    UsageError for a suffix that it cannot draw to.
     """
     try:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
-        raise SurgeryError(
-            "--plot needs matplotlib", "pip install 'model-surgery[plot]'"
-        ) from error
+        hint = "pip install 'model-surgery[plot]'"
+        raise SurgeryError("--plot needs matplotlib", hint) from error
     bars = _bars(weights)
     height = 0.42 * len(bars) + 1.1
-    figure = Figure(
-        figsize=(9, height + 3.6), layout=ConstrainedLayoutEngine(h_pad=0.12, hspace=0.06)
-    )
+    layout = ConstrainedLayoutEngine(h_pad=0.12, hspace=0.06)
+    figure = Figure(figsize=(9, height + 3.6), layout=layout)
     top, bottom = figure.subplots(2, 1, height_ratios=(height, 2.6))
     if path.suffix[1:] not in figure.canvas.get_supported_filetypes():
         raise UsageError(f"cannot draw to {path.name}", "end its name in .png, .svg or .pdf")
@@ -264,20 +233,12 @@ def plot(weights: Weights, step: Decode, name: str, path: Path) -> None:
 
 
 def _bars(weights: Weights) -> list[tuple[str, dict[str, int]]]:
-    """A label and parameters by role: the model, one token, then each group of layers."""
-    bars = [
-        (
-            f"all, {quantity(weights.parameters())}",
-            {role: weights.parameters(role) for role in weights.roles},
-        )
-    ]
+    """Return labels and parameters by role: the model, one token, then each group of layers."""
+    whole = {role: weights.parameters(role) for role in weights.roles}
+    bars = [(f"all, {quantity(weights.parameters())}", whole)]
     if "routed_experts" in weights.roles:
-        bars.append(
-            (
-                f"one token, {quantity(weights.active())}",
-                {role: weights.active(role) for role in weights.roles},
-            )
-        )
+        active = {role: weights.active(role) for role in weights.roles}
+        bars.append((f"one token, {quantity(weights.active())}", active))
     for group in weights.groups():
         layer = {role: tally.parameters for role, tally in group.layers[0].tallies.items()}
         bars.append((f"layers {group.label}, {quantity(sum(layer.values()))} each", layer))
@@ -290,60 +251,41 @@ def _draw_shares(axes: Axes, bars: list[tuple[str, dict[str, int]]], subtitle: s
         total, left = sum(parts.values()), 0.0
         for role in used:
             share = 100 * parts.get(role, 0) / total
-            axes.barh(
-                y,
-                share,
-                left=left,
-                height=0.68,
-                color=COLORS[role],
-                edgecolor="white",
-                linewidth=0.8,
-            )
+            edge: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.8}
+            axes.barh(y, share, left=left, height=0.68, color=COLORS[role], **edge)
             if share >= 5:
-                dark = role in ("head", "towers", "shared_experts")
-                axes.text(
-                    left + share / 2,
-                    y,
-                    f"{share:.0f}%",
-                    ha="center",
-                    va="center",
-                    fontsize=9,
-                    color=INK if dark else "white",
-                )
+                color = INK if role in ("head", "towers", "shared_experts") else "white"
+                where: dict[str, Any] = {
+                    "ha": "center",
+                    "va": "center",
+                    "fontsize": 9,
+                    "color": color,
+                }
+                axes.text(left + share / 2, y, f"{share:.0f}%", **where)
             left += share
     axes.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
     axes.set_xticks([])
     axes.set_title(subtitle, loc="left", fontsize=9, color=FAINT)
-    handles = [
-        axes.barh(0, 0, color=COLORS[role], label=NAMES[role])
-        for role in used
-        if _visible(role, bars)
-    ]
-    axes.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(-0.012, -0.01),
-        ncols=7,
-        frameon=False,
-        fontsize=9,
-        handlelength=1,
-        handleheight=1,
-        columnspacing=1.3,
-    )
+    shown = [role for role in used if _visible(role, bars)]
+    handles = [axes.barh(0, 0, color=COLORS[role], label=NAMES[role]) for role in shown]
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (-0.012, -0.01), "ncols": 7}
+    handle: dict[str, Any] = {"handlelength": 1, "handleheight": 1, "columnspacing": 1.3}
+    axes.legend(handles=handles, frameon=False, fontsize=9, **place, **handle)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
 
 
 def _visible(role: str, bars: list[tuple[str, dict[str, int]]]) -> bool:
-    """Whether some bar shows the role in more than a hair's width."""
+    """Return whether some bar shows the role in more than a hair's width."""
     return any(parts.get(role, 0) > 0.003 * sum(parts.values()) for _, parts in bars)
 
 
 def _points(weights: Weights, step: Decode) -> list[tuple[int, float]]:
-    """Batches and their FLOP per byte: 1, the given and the first compute-bound one, others where
-    there is room.
+    """Return batches and their FLOP per byte.
+
+    They are 1, the given batch and the first compute-bound one, and others where there is room.
     """
     points: dict[int, float] = {}
     if step.compute_bound_from is None:
@@ -357,26 +299,22 @@ def _points(weights: Weights, step: Decode) -> list[tuple[int, float]]:
 
 
 def _draw_roofline(axes: Axes, weights: Weights, step: Decode) -> None:
+    """Draw what the device reaches by intensity, and where batches are on it."""
     device = step.device
     left, right, peak = 0.3, 20 * device.ridge, device.peak / 1e12
-    axes.plot(
-        [left, device.ridge, right],
-        [left * device.bandwidth / 1e12, peak, peak],
-        color=INK,
-        linewidth=1.6,
-    )
+    roof = [left * device.bandwidth / 1e12, peak, peak]
+    axes.plot([left, device.ridge, right], roof, color=INK, linewidth=1.6)
     axes.axvline(device.ridge, color=FAINT, linewidth=0.8, linestyle=":")
     for batch, intensity in _points(weights, step):
         reached = min(device.peak, intensity * device.bandwidth) / 1e12
         axes.plot(intensity, reached, "o", color=COLORS["mlp"], markersize=6, zorder=3)
-        axes.annotate(
-            f"batch {batch:,}",
-            (intensity, reached),
-            xytext=(6, -11),
-            textcoords="offset points",
-            fontsize=9,
-            color=INK,
-        )
+        below: dict[str, Any] = {
+            "xytext": (6, -11),
+            "textcoords": "offset points",
+            "fontsize": 9,
+            "color": INK,
+        }
+        axes.annotate(f"batch {batch:,}", (intensity, reached), **below)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(left, right)
@@ -384,16 +322,10 @@ def _draw_roofline(axes: Axes, weights: Weights, step: Decode) -> None:
         axis.set_major_formatter("{x:,g}")
     axes.set_xlabel("FLOP per byte of the MLPs", fontsize=9, color=INK)
     axes.set_ylabel("TFLOP/s at best", fontsize=9, color=INK)
-    bound = (
-        f"MLPs turn compute-bound at batch {step.compute_bound_from:,}"
-        if step.compute_bound_from
-        else "no MLPs"
-    )
-    axes.set_title(
-        f"{bound} on {device.name} (ridge {device.ridge:.0f} FLOP per byte)",
-        loc="left",
-        fontsize=11,
-        color=INK,
-    )
+    bound = "no MLPs"
+    if step.compute_bound_from:
+        bound = f"MLPs turn compute-bound at batch {step.compute_bound_from:,}"
+    title = f"{bound} on {device.name} (ridge {device.ridge:.0f} FLOP per byte)"
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=9)

@@ -1,4 +1,4 @@
-"""The same figures for a model card, by matplotlib."""
+"""Draw the figures of a model card as PNGs, with matplotlib: those of the page, by other means."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from surgery.analysis.analyze import Analysis
 from surgery.report.curves import (
+    CETT_EXPLAINED,
     HOT,
     depth,
     extremes,
@@ -24,7 +25,16 @@ from surgery.report.curves import (
     sparsity_title,
 )
 from surgery.report.inspection import COLORS, FAINT, INK
-from surgery.report.svg import BOTTOM, QUARTERS, TOP, Scale, apart, layer_ticks
+from surgery.report.svg import (
+    BOTTOM,
+    ON_LIGHT,
+    QUARTERS,
+    TOP,
+    Scale,
+    apart,
+    depth_color,
+    layer_ticks,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,31 +49,41 @@ TONES = {
 
 
 def draws_png() -> bool:
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def write_pngs(a: Analysis, folder: Path) -> Iterator[Path]:
-    """Those of FILES that the analysis has figures for, at 150 dpi; none without matplotlib. What
-    an earlier analysis left in the folder goes."""
+    """Write those of FILES that the analysis has data for, at 150 dpi; none without matplotlib.
+
+    Yields their paths. PNGs that an earlier analysis left in the folder are removed.
+    """
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
     if not draws_png():
         return
     if sparsity_curves(a):
-        yield _png(folder / "sparsity_by_layer.png", sparsity_title(a), a, _draw_sparsity)
+        title, path = sparsity_title(a), folder / "sparsity_by_layer.png"
+        yield _png(path, title, a, _draw_sparsity, CETT_EXPLAINED)
     if hot_curves(a):
         yield _png(folder / "hot_cold.png", hot_title(a), a, _draw_hot_cold)
     if a.savings:
-        yield _png(folder / "savings.png", saving_title(a), a, _draw_savings)
+        title, path = saving_title(a), folder / "savings.png"
+        yield _png(path, title, a, _draw_savings, CETT_EXPLAINED)
 
 
-def _png(path: Path, title: str, a: Analysis, draw: Callable[[Axes, Analysis], None]) -> Path:
+def _png(
+    path: Path, title: str, a: Analysis, draw: Callable[[Axes, Analysis], None], note: str = ""
+) -> Path:
+    """Draw one figure, with its title above it and `note` below."""
     from matplotlib.figure import Figure as Canvas
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     figure = Canvas(figsize=(7, 4.2), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
     axes = figure.subplots()
     figure.suptitle(fill(title, 64), x=0.015, ha="left", fontsize=12, fontweight="bold", color=INK)
+    if note:
+        figure.supxlabel(fill(note, 104), x=0.015, ha="left", fontsize=8, color=FAINT)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[:].set_color(FAINT)
     axes.tick_params(labelsize=9, length=0, colors=INK)
@@ -82,12 +102,12 @@ def _draw_sparsity(axes: Axes, a: Analysis) -> None:
         xs, ys = zip(*curve.points, strict=True)
         axes.plot(xs, ys, "o-", color=TONES[curve.tone], linewidth=2, markersize=4, clip_on=False)
         at = (BOTTOM - height) / (BOTTOM - TOP)
-        axes.annotate(
-            curve.name, (1.01, at), xycoords="axes fraction", va="center", fontsize=10, color=INK
-        )
+        where: dict[str, Any] = {"xy": (1.01, at), "xycoords": "axes fraction", "va": "center"}
+        axes.annotate(curve.name, **where, fontsize=10, color=INK)
     axes.set_ylim(0, 1)
     axes.set_xlim(-0.2, max(1, len(a.layers) - 1))
-    axes.set_xticks(list(layer_ticks(len(a.layers))), list(layer_ticks(len(a.layers)).values()))
+    ticks = layer_ticks(len(a.layers))
+    axes.set_xticks(list(ticks), list(ticks.values()))
     _percent(axes.yaxis)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_xlabel("layer", color=INK)
@@ -99,18 +119,18 @@ def _draw_hot_cold(axes: Axes, a: Analysis) -> None:
     axes.plot([0, 1], [0, 1], ":", color=FAINT, linewidth=1)
     for layer, points, _ in curves:
         xs, ys = zip(*points, strict=True)
-        axes.plot(xs, ys, color=TONES["cett2"], alpha=depth(a, layer), linewidth=1.5)
+        axes.plot(xs, ys, color=depth_color(depth(a, layer)), linewidth=1.5)
     for (layer, _, hot), anchor in extremes(curves):
         axes.plot(hot, HOT, "o", color=INK, markersize=5)
-        axes.annotate(
-            f"layer {layer}: {share(hot)}",
-            (hot, HOT),
-            xytext=(-7, 4) if anchor == "end" else (8, -12),
-            textcoords="offset points",
-            ha="right" if anchor == "end" else "left",
-            fontsize=9,
-            color=INK,
-        )
+        offset, side = ((-7, 4), "right") if anchor == "end" else ((8, -12), "left")
+        place: dict[str, Any] = {
+            "xy": (hot, HOT),
+            "xytext": offset,
+            "textcoords": "offset points",
+            "ha": side,
+        }
+        axes.annotate(f"layer {layer}: {share(hot)}", **place, fontsize=9, color=INK)
+    _depth_bar(axes, len(a.layers))
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1)
     _percent(axes.xaxis)
@@ -123,14 +143,8 @@ def _draw_savings(axes: Axes, a: Analysis) -> None:
     bars = saving_bars(a)
     most = bars[0][2].nbytes
     for i, (_, tone, work) in enumerate(bars):
-        left = work.nbytes / most
-        axes.barh(
-            i,
-            left,
-            height=0.62,
-            color=TONES[tone.split()[0]],
-            alpha=0.45 if "ceiling" in tone else 1,
-        )
+        left, color = work.nbytes / most, TONES[tone.split()[0]]
+        axes.barh(i, left, height=0.62, color=color, alpha=0.45 if "ceiling" in tone else 1)
         axes.text(left + 0.01, i, left_of(work, most), va="center", fontsize=9, color=INK)
     axes.set_yticks(range(len(bars)), [label for label, _, _ in bars])
     axes.invert_yaxis()
@@ -138,6 +152,22 @@ def _draw_savings(axes: Axes, a: Analysis) -> None:
     axes.set_xticks([])
     axes.spines[:].set_visible(False)
     axes.set_xlabel("bytes of MLP weights that a token reads", color=INK)
+
+
+def _depth_bar(axes: Axes, count: int) -> None:
+    """Draw the legend of lines that are coloured by depth."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
+
+    colors = LinearSegmentedColormap.from_list("depth", list(ON_LIGHT))
+    scale = ScalarMappable(Normalize(0, max(1, count - 1)), colors)
+    bar = axes.figure.colorbar(scale, ax=axes, fraction=0.04, pad=0.02, aspect=28)
+    ticks = layer_ticks(count)
+    bar.set_ticks(list(ticks), labels=list(ticks.values()))
+    bar.ax.tick_params(labelsize=9, length=0, colors=INK)
+    bar.ax.invert_yaxis()
+    bar.outline.set_visible(False)
+    bar.set_label("layer", color=INK)
 
 
 def _percent(axis: Any) -> None:

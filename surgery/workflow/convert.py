@@ -196,7 +196,7 @@ def _finished(run: _Run, written: Written) -> Written:
     made = recipe_of(output, max_shard_size=run.max_shard_size, finetune=finetune)
     record = make_record(output, run.plan, written.digests, run.command, finetune)
     text = f"# surgery run {RECIPE} --out FOLDER\n{dump(made)}"
-    add(run.out, {RECIPE: text.encode(), **training.files(record, output.config)})
+    add(run.out, {RECIPE: text.encode(), **training.files(record, output.config, run.out)})
     before = run.source if run.source.steps != output.steps else None
     finish(run.out, record, {} if run.verify else card.files(before, output, run.out, record))
     return written

@@ -1,4 +1,4 @@
-"""Two processes that share the sequences count what one does."""
+"""Two processes that share the sequences count what one process counts."""
 
 from __future__ import annotations
 
@@ -17,23 +17,10 @@ LAUNCH = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port
 
 
 def test_two_processes_count_what_one_does(tmp_path: Path) -> None:
-    """Counts exactly, though the batches are others; sums and what is solved for to rounding."""
+    """Counts agree exactly although the batches differ; sums agree up to rounding."""
     model = write_llama(tmp_path / "model", layers=2)
-    shared = (
-        "-m",
-        "surgery",
-        "analyze",
-        str(model),
-        "--tokens",
-        "200",
-        "--sequence-length",
-        "40",
-        "--dtype",
-        "fp32",
-        "--quiet",
-        "--coactivation",
-        "--out",
-    )
+    short = ("--tokens", "200", "--sequence-length", "40", "--dtype", "fp32", "--quiet")
+    shared = ("-m", "surgery", "analyze", str(model), *short, "--coactivation", "--out")
     port = str(20000 + os.getpid() % 20000)
     for name, launch in (("one", ()), ("two", (*LAUNCH, port))):
         done = subprocess.run(
@@ -47,19 +34,12 @@ def test_two_processes_count_what_one_does(tmp_path: Path) -> None:
     one, two = (load_file(tmp_path / name / "analysis.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name, value in one.items():
-        torch.testing.assert_close(
-            value, two[name], rtol=1e-5 if value.is_floating_point() else 0, atol=0
-        )
-    a, b = (
-        json.loads((tmp_path / name / "analysis.json").read_text())["layers"][1]["mlp"]
-        for name in ("one", "two")
-    )
+        rtol = 1e-5 if value.is_floating_point() else 0
+        torch.testing.assert_close(value, two[name], rtol=rtol, atol=0)
+    files = [tmp_path / name / "analysis.json" for name in ("one", "two")]
+    a, b = (json.loads(file.read_text())["layers"][1]["mlp"] for file in files)
     assert a["tokens"] == 5 * 39 and a["overlap"] == b["overlap"]
-    assert [t["sparsity"] for t in a["cett"]] == pytest.approx(
-        [t["sparsity"] for t in b["cett"]], rel=1e-3
-    )
-    pairs = [
-        load_file(tmp_path / name / "coactivation" / "layer-0.safetensors")["pairs"]
-        for name in ("one", "two")
-    ]
-    assert torch.equal(*pairs)
+    expected = [t["sparsity"] for t in b["cett"]]
+    assert [t["sparsity"] for t in a["cett"]] == pytest.approx(expected, rel=1e-3)
+    files = [tmp_path / n / "coactivation" / "layer-0.safetensors" for n in ("one", "two")]
+    assert torch.equal(*(load_file(file)["pairs"] for file in files))

@@ -1,7 +1,7 @@
-"""The figures of a real model against hooks on the whole of it: SURGERY_REAL_MODEL=FOLDER pytest -m
-slow.
+"""The figures of a real model are those that hooks on the whole of it give.
 
-For models whose MLP is that of llama. The whole model is in memory, in fp32.
+Run with SURGERY_REAL_MODEL=FOLDER pytest -m slow, for a model whose MLP is that of llama. The whole
+model is in memory, in fp32.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def test_figures_are_those_of_the_whole_model() -> None:
+    """A trained model has outliers and near zeros that a random one lacks."""
     named = os.environ.get("SURGERY_REAL_MODEL")
     if not named:
         pytest.skip("SURGERY_REAL_MODEL names no folder")
@@ -50,17 +51,18 @@ def test_figures_are_those_of_the_whole_model() -> None:
 
 
 def compare(m: Any, gate: torch.Tensor, h: torch.Tensor, down: torch.Tensor) -> None:
-    """Counts to the few that rounding of another batch size can move across zero; the rest to
-    fp32.
+    """Compare the figures of one MLP with its activations.
+
+    Counts may differ by the few values that rounding in another batch size moves across zero; the
+    rest agrees to the precision of fp32.
     """
     n = gate.numel()
     assert m.tokens == len(gate) and m.product.total == n
     assert (m.active - (gate > 0).sum(0)).abs().sum() <= 1e-5 * n
     assert m.product.zeros == pytest.approx(int((h == 0).sum()), abs=1e-5 * n)
-    torch.testing.assert_close(
-        m.mass, h.abs().double().mean(0) * down.double().norm(dim=0), rtol=1e-3, atol=1e-7
-    )
-    seen = h.view(-1, LENGTH - 1, h.shape[1])[:, ::4]  # by the histogram
+    mass = h.abs().double().mean(0) * down.double().norm(dim=0)
+    torch.testing.assert_close(m.mass, mass, rtol=1e-3, atol=1e-7)
+    seen = h.view(-1, LENGTH - 1, h.shape[1])[:, ::4]  # what the histogram takes
     for t in (0.65, 0.9):
         assert (seen.abs() < m.product.threshold(t)).double().mean() == pytest.approx(t, abs=0.01)
     for t in m.truncations:

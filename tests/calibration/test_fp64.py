@@ -1,4 +1,4 @@
-"""A walk in fp64 computes nothing in fp32, on every route, and in transformers 4.57 as in 5.
+"""A walk in fp64 computes nothing in fp32, on every route, in transformers 4.57 as in 5.
 
 What could break it: a norm, router, softmax, rope or mask that stock code computes in fp32 by
 another way of asking, and experts computed by a kernel that has no fp64.
@@ -41,7 +41,7 @@ NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Narrow(TorchDispatchMode):
-    """Collects the operations that give a tensor narrower than fp64."""
+    """Collects the operations that return a tensor narrower than fp64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,17 +49,15 @@ class Narrow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if any(
-            isinstance(t, torch.Tensor) and t.dtype in NARROW
-            for t in (out if isinstance(out, tuple) else (out,))
-        ):
+        tensors = out if isinstance(out, tuple) else (out,)
+        if any(isinstance(t, torch.Tensor) and t.dtype in NARROW for t in tensors):
             self.found.add(str(func))
         return out
 
 
 @torch.no_grad()
 def walked(folder: Path) -> tuple[torch.Tensor, set[str]]:
-    """The logits in fp64, and what the layers and the head computed in less."""
+    """Return the logits in fp64, and the operations of layers and head that computed in less."""
     walk, narrow = Walk(open_checkpoint(folder), sample_ids(), dtype=torch.float64), Narrow()
     for layer in walk:
         with narrow:
@@ -71,12 +69,13 @@ def walked(folder: Path) -> tuple[torch.Tensor, set[str]]:
 
 
 def limit_of(conversion: Any) -> float:
-    """Weights that were computed, folded or scaled, are rounded to fp32; copies are not."""
+    """Return the tolerance: weights that are folded or scaled are rounded to fp32, copies not."""
     return 1e-6 if any(t.inputs for t in conversion.checkpoint.tensors.values()) else 1e-13
 
 
 @pytest.mark.parametrize("name", UPCYCLED)
 def test_every_route_is_exact_in_fp64(name: str, workshop: Any) -> None:
+    """An upcycled model is the function of its source to 1e-13 where weights are copies."""
     c = workshop.convert(name)
     (source, a), (output, b) = walked(c.source), walked(c.output)
     assert a == b == set() and source.dtype == output.dtype == torch.float64
@@ -86,6 +85,7 @@ def test_every_route_is_exact_in_fp64(name: str, workshop: Any) -> None:
 
 @pytest.mark.parametrize("name", [n for n in RELUFIED if n.split(",")[0] not in UPCYCLED])
 def test_no_family_computes_in_less(name: str, workshop: Any) -> None:
+    """Also in families that cannot be upcycled."""
     c = workshop.convert(name)
     logits, narrow = walked(c.output)
     assert narrow == set() and (logits - c.logits).abs().max().item() <= 1e-4
@@ -93,9 +93,7 @@ def test_no_family_computes_in_less(name: str, workshop: Any) -> None:
 
 @pytest.fixture(scope="module")
 def in_4(workshop: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The outputs walked by transformers 4.57, in one process, against the sources walked by this
-    one.
-    """
+    """Walk the outputs with transformers 4.57 in one process, and the sources with this one."""
     packages = os.environ.get("SURGERY_TRANSFORMERS_4")
     if not packages:
         pytest.skip("SURGERY_TRANSFORMERS_4 names no folder with transformers 4.57")
@@ -105,13 +103,9 @@ def in_4(workshop: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
         torch.save(walked(c.source)[0], expected)
         job[name] = [str(c.output), str(expected)]
     path = os.pathsep.join([str(Path(packages).expanduser()), str(Path(__file__).parent.parent)])
-    done = subprocess.run(
-        [sys.executable, __file__],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-    )
+    variables = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    command, piped = [sys.executable, __file__], {"capture_output": True, "text": True}
+    done = subprocess.run(command, input=json.dumps(job), env=variables, **piped)
     assert done.returncode == 0, done.stderr[-4000:]
     result: dict[str, Any] = json.loads(done.stdout)
     assert result.pop("version").startswith("4.57.")
@@ -122,11 +116,13 @@ def in_4(workshop: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 def test_transformers_4_is_exact_in_fp64_too(
     name: str, in_4: dict[str, Any], workshop: Any
 ) -> None:
+    """Its models ask for fp32 in other places."""
     delta, narrow = in_4[name]
     assert narrow == [] and delta <= limit_of(workshop.convert(name))
 
 
 def test_only_fp32_is_widened_and_only_where_asked_for() -> None:
+    """Other dtypes, and views of bits, stay what they are."""
     x = torch.arange(8, dtype=torch.uint8)
     with arithmetic(torch.float64):
         asked = (

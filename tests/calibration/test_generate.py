@@ -1,6 +1,4 @@
-"""The text that a model writes itself is a sample of its own distribution, and stands between the
-other text.
-"""
+"""Text that a model writes itself is a sample of its own distribution, mixed into other text."""
 
 from __future__ import annotations
 
@@ -20,8 +18,9 @@ DEMO = Path(demo.__file__).parent / "model"
 
 
 def test_ids_are_those_of_the_stock_model() -> None:
-    """Sampled by hand from the stock model with the same random numbers: temperature 1, nothing cut
-    off, no end.
+    """The ids are those sampled by hand from the stock model with the same random numbers.
+
+    That is at temperature 1, with nothing cut off and without an end.
     """
     ids = generate(open_checkpoint(DEMO), sequences=2, length=24)
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
@@ -36,25 +35,24 @@ def test_ids_are_those_of_the_stock_model() -> None:
 
 
 def test_a_quarter_by_the_model_evenly_between_the_text() -> None:
-    """So that the last rows, which are held out, have both."""
+    """The last rows are held out, and must have both kinds."""
     source = open_checkpoint(DEMO)
     mixed = Calibration(tokens=256, sequence_length=32, generated=0.25).sample(source)
     text = Calibration(tokens=192, sequence_length=32).sample(source)
-    own = [
-        i
-        for i, row in enumerate(mixed.input_ids)
-        if not any(torch.equal(row, t) for t in text.input_ids)
-    ]
+    known = {tuple(row) for row in text.input_ids.tolist()}
+    own = [i for i, row in enumerate(mixed.input_ids.tolist()) if tuple(row) not in known]
     assert tuple(mixed.input_ids.shape) == (8, 33) and own == [2, 6]
     assert set(mixed.input_ids[:, 0].tolist()) == set(text.input_ids[:, 0].tolist())
     assert mixed.source == "built-in repair text, and 2 of 8 sequences by the model itself"
 
 
 def test_all_of_it_by_the_model() -> None:
+    """No text is read then."""
     s = Calibration(tokens=64, sequence_length=32, generated=1).sample(open_checkpoint(DEMO))
     assert tuple(s.input_ids.shape) == (2, 33) and s.text
 
 
 def test_more_than_all_is_refused() -> None:
+    """A share beyond 1 is a mistake in the recipe."""
     with pytest.raises(UsageError, match=r"1\.5"):
         Calibration(generated=1.5)

@@ -1,5 +1,6 @@
-"""What is fetched ahead is what would have been read. On a CPU: the same thread, without pinned
-memory and streams.
+"""Tensors fetched ahead are those that would have been read.
+
+On a CPU the thread is the same, without pinned memory and streams.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from surgery.storage import open_checkpoint
 
 
 def test_values_are_those_on_disk(tmp_path: Path) -> None:
+    """Every tensor that was begun is taken, with its value."""
     save_model("llama", tmp_path)
     tensors = dict(open_checkpoint(tmp_path).tensors)
     ahead = Prefetch("cpu")
     ahead.start(tensors)
     taken = ahead.take(tensors)
     assert taken.keys() == tensors.keys() and ahead.coming == {}
-    assert all(
-        t.recipe == "prefetched" and torch.equal(t.read(), tensors[n].read())
-        for n, t in taken.items()
-    )
+    assert {t.recipe for t in taken.values()} == {"prefetched"}
+    assert all(torch.equal(t.read(), tensors[n].read()) for n, t in taken.items())
 
 
 def test_other_weights_of_the_same_name_are_not_what_was_begun(tmp_path: Path) -> None:
+    """An operation may have replaced a layer's weights."""
     save_model("llama", tmp_path)
     name, tensors = "model.norm.weight", open_checkpoint(tmp_path).tensors
     ahead, other = Prefetch("cpu"), constant(0.0, (32,), "F32")
@@ -38,6 +39,7 @@ def test_other_weights_of_the_same_name_are_not_what_was_begun(tmp_path: Path) -
 
 
 def test_an_error_of_reading_comes_with_the_tensor(tmp_path: Path) -> None:
+    """It is raised where the tensor is taken, not lost in the thread."""
     save_model("llama", tmp_path)
     tensors = dict(open_checkpoint(tmp_path).tensors)
     ahead = Prefetch("cpu")
@@ -48,6 +50,7 @@ def test_an_error_of_reading_comes_with_the_tensor(tmp_path: Path) -> None:
 
 
 def test_a_walk_that_fetches_ahead_computes_the_same(tmp_path: Path) -> None:
+    """Bit for bit."""
     save_model("llama", tmp_path)
     found = []
     for ahead in (None, Prefetch("cpu")):

@@ -1,9 +1,8 @@
-"""The walk is the stock forward pass, bit for bit: the layers run with the arguments that the stock
-body gives them.
+"""The walk is the stock forward pass, bit for bit.
 
-What could break it: a mask that differs by layer (sliding windows), a layer that returns a tuple,
-embeddings that are scaled, positions that are learned, experts that the loader fuses, heads that
-are tied or soft-capped.
+Its layers run with the arguments that the stock body gives them. What could break it: a mask that
+differs by layer (sliding windows), a layer that returns a tuple, embeddings that are scaled,
+positions that are learned, experts that the loader fuses, heads that are tied or soft-capped.
 """
 
 from __future__ import annotations
@@ -34,21 +33,13 @@ COMMON = {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
-GEMMA = {
-    **COMMON,
-    "head_dim": 8,
-    "sliding_window": 8,
-    "query_pre_attn_scalar": 8,
-    "initializer_range": 0.2,
-}
+SCALES = {"query_pre_attn_scalar": 8, "initializer_range": 0.2}
+GEMMA = {**COMMON, "head_dim": 8, "sliding_window": 8, **SCALES}
 OLD = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-MOE = {
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "num_experts": 4,
-    "norm_topk_prob": True,
-}
+TOP_2 = {"num_experts_per_tok": 2, "num_experts": 4, "norm_topk_prob": True}
+MOE = {**TOP_2, "moe_intermediate_size": 24}
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+CAPS = {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 0.5}
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -56,12 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "qwen3": {"head_dim": 16},
     "mistral": {"sliding_window": 8},
-    "gemma2": {
-        **GEMMA,
-        "final_logit_softcapping": 3.0,
-        "attn_logit_softcapping": 0.5,
-        "layer_types": LAYERS,
-    },
+    "gemma2": {**GEMMA, **CAPS, "layer_types": LAYERS},
     "gemma3_text": {**GEMMA, "layer_types": LAYERS, "rope_local_base_freq": 100.0},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.3},
     "olmo2": {},
@@ -83,50 +69,51 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+AGREE = stock.NameReport(missing=(), unexpected=(), mismatched=())
+
+
 def save_model(name: str, folder: Path, **changes: Any) -> Any:
-    """A tiny random model of MODELS, saved, and read again as stock loading reads it."""
+    """Save a tiny random model of MODELS, and return it as stock loading reads it."""
     torch.manual_seed(0)
     model_type = name.split()[0]
     options = MODELS[name] if model_type in ("gpt2", "opt") else {**COMMON, **MODELS[name]}
-    config = transformers.AutoConfig.for_model(
-        model_type, **{"initializer_range": 0.2, **options, **changes}
-    )
+    options = {"initializer_range": 0.2, **options, **changes}
+    config = transformers.AutoConfig.for_model(model_type, **options)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for p in model.parameters():
-        if (
-            p.ndim == 1
-        ):  # norms at their initial 1 and biases at 0 would hide a tensor that was not loaded
+        # Norms at their initial 1 and biases at 0 would hide a tensor that was not loaded.
+        if p.ndim == 1:
             torch.nn.init.normal_(p, p.mean().item(), 0.1)
     model.save_pretrained(folder)
     return load_stock(folder)
 
 
 def load_stock(folder: Path) -> Any:
-    capped = getattr(
-        transformers.AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None
-    )
-    options = {"attn_implementation": "eager"} if capped else {}
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, **options
-    ).eval()
+    """Load a model, eagerly where its attention caps scores."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if getattr(config, "attn_logit_softcapping", None):
+        options["attn_implementation"] = "eager"
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def ids_of(rows: int, length: int, vocab_size: int = 61) -> torch.Tensor:
+    """Return random ids [rows, length]."""
     return torch.randint(3, vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 def whole_logits(w: Walk) -> torch.Tensor:
-    """Every chunk put where it says it stands."""
+    """Return the logits [B, T, V], every chunk put where it says it belongs."""
     chunks = list(w.logits())
-    out = torch.full(
-        (sum(len(h) for h in w.hidden), w.hidden[0].shape[1], chunks[0][1].shape[-1]), torch.nan
-    )
+    rows, length = sum(len(h) for h in w.hidden), w.hidden[0].shape[1]
+    out = torch.full((rows, length, chunks[0][1].shape[-1]), torch.nan)
     for where, logits in chunks:
         out[where] = logits
     return out
 
 
 def walked(checkpoint: Checkpoint, ids: torch.Tensor, **options: Any) -> Walk:
+    """Return a walk that has run all layers."""
     w = Walk(checkpoint, ids, **options)
     for layer in w:
         layer.run()
@@ -136,16 +123,16 @@ def walked(checkpoint: Checkpoint, ids: torch.Tensor, **options: Any) -> Walk:
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_walk_is_the_stock_forward_pass(name: str, tmp_path: Path) -> None:
+    """And no weight stays in memory."""
     model, ids = save_model(name, tmp_path), ids_of(2, 40)
     w = walked(open_checkpoint(tmp_path), ids)
     assert torch.equal(whole_logits(w), model(ids).logits)
-    assert not [
-        n for n, p in w.model.named_parameters() if not p.is_meta
-    ]  # nothing stays in memory
+    assert not [n for n, p in w.model.named_parameters() if not p.is_meta]
 
 
 @torch.no_grad()
 def test_hidden_states_are_those_between_the_stock_layers(tmp_path: Path) -> None:
+    """Scaled embeddings are the input of the first."""
     model, ids = save_model("gemma2", tmp_path), ids_of(2, 40)
     expected = model(ids, output_hidden_states=True).hidden_states
     for layer, wanted in zip(Walk(open_checkpoint(tmp_path), ids), expected, strict=False):
@@ -156,9 +143,7 @@ def test_hidden_states_are_those_between_the_stock_layers(tmp_path: Path) -> Non
 def test_batches_and_chunks_of_positions_change_nothing_but_rounding(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """5 rows in batches of 2 leave a batch of another shape; 7 positions a chunk do not divide
-    40.
-    """
+    """Five rows in batches of 2 leave another shape, and chunks of 7 do not divide 40."""
     model, ids = save_model("mistral", tmp_path), ids_of(5, 40)
     monkeypatch.setattr(walk, "CHUNK_LOGITS", 7 * 2 * 61)
     w = walked(open_checkpoint(tmp_path), ids, batch_size=2)
@@ -169,9 +154,7 @@ def test_batches_and_chunks_of_positions_change_nothing_but_rounding(
 
 @torch.no_grad()
 def test_hidden_states_beyond_the_budget_lie_in_a_file(tmp_path: Path, monkeypatch: Any) -> None:
-    """Two of three batches do; the file has no name any more, and a fork from what was kept still
-    works.
-    """
+    """Two of three batches are in a file without a name, and stay in it."""
     model, ids = save_model("gemma2", tmp_path / "model"), ids_of(5, 40)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     one_batch = 2 * 40 * 32 * 4
@@ -187,6 +170,7 @@ def test_hidden_states_beyond_the_budget_lie_in_a_file(tmp_path: Path, monkeypat
 
 @torch.no_grad()
 def test_a_run_shows_each_output_as_it_comes(tmp_path: Path) -> None:
+    """By the number of its batch."""
     save_model("llama", tmp_path)
     w = Walk(open_checkpoint(tmp_path), ids_of(3, 40), batch_size=1)
     for layer in w:
@@ -197,6 +181,7 @@ def test_a_run_shows_each_output_as_it_comes(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_a_change_to_a_layer_is_seen_by_later_layers(tmp_path: Path) -> None:
+    """Looking at its outputs does not move the walk."""
     model, ids = save_model("llama", tmp_path), ids_of(2, 40)
     w = Walk(open_checkpoint(tmp_path), ids)
     for layer in w:
@@ -211,6 +196,7 @@ def test_a_change_to_a_layer_is_seen_by_later_layers(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_a_fork_goes_on_from_kept_hidden_states(tmp_path: Path) -> None:
+    """From the middle of the model, on the same modules."""
     model, ids = save_model("llama", tmp_path), ids_of(2, 40)
     w, kept = Walk(open_checkpoint(tmp_path), ids), []
     for layer in w:
@@ -224,8 +210,9 @@ def test_a_fork_goes_on_from_kept_hidden_states(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_masks_are_kept_once(tmp_path: Path) -> None:
-    """Ten batches of one shape and the sliding layers among them share one mask; else memory grows
-    as batches x T².
+    """Ten batches of one shape share a mask, in all sliding layers.
+
+    Otherwise memory would grow as batches × T².
     """
     save_model("gemma3_text", tmp_path)
     w = Walk(open_checkpoint(tmp_path), ids_of(10, 40), batch_size=1)
@@ -241,7 +228,7 @@ def test_base_model_names_load(tmp_path: Path) -> None:
     tensors = {n.removeprefix("transformer."): t for n, t in checkpoint.tensors.items()}
     renamed = checkpoint.replace(tensors=tensors)
     assert "h.0.ln_1.weight" in tensors
-    assert stock.check_names(renamed) == stock.NameReport(missing=(), unexpected=(), mismatched=())
+    assert stock.check_names(renamed) == AGREE
     assert torch.equal(whole_logits(walked(renamed, ids)), model(ids).logits)
 
 
@@ -249,22 +236,12 @@ def test_base_model_names_load(tmp_path: Path) -> None:
 def test_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     """The vision tower has a list of as many layers, and its weights are not read."""
     torch.manual_seed(0)
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
+    vision = {**sizes, "num_hidden_layers": 3, "num_attention_heads": 2}
     text = {**GEMMA, "layer_types": LAYERS}
+    tokens = {"image_token_index": 60, "boi_token_index": 59, "eoi_token_index": 58}
     config = transformers.Gemma3Config(
-        text_config=text,
-        vision_config=vision,
-        mm_tokens_per_image=4,
-        image_token_index=60,
-        boi_token_index=59,
-        eoi_token_index=58,
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     checkpoint, ids = open_checkpoint(tmp_path), ids_of(2, 40, 58)
@@ -275,15 +252,15 @@ def test_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_names_of_a_stock_checkpoint_agree(name: str, tmp_path: Path) -> None:
+    """For every family, with the loader's renaming."""
     save_model(name, tmp_path)
-    assert stock.check_names(open_checkpoint(tmp_path)) == stock.NameReport(
-        missing=(), unexpected=(), mismatched=()
-    )
+    assert stock.check_names(open_checkpoint(tmp_path)) == AGREE
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
-    """transformers 5 fuses the seven others into a tensor of the wrong shape, and says no name is
-    missing.
+    """transformers 5 reports no missing name here.
+
+    It fuses the other experts into a tensor of the wrong shape.
     """
     save_model("mixtral", tmp_path)
     checkpoint = open_checkpoint(tmp_path)
@@ -294,20 +271,20 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+    """In the report on names, and in the error that stops a walk."""
     save_model("llama", tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     name = "model.layers.1.mlp.up_proj.weight"
-    wrong = checkpoint.replace(
-        tensors={**checkpoint.tensors, name: checkpoint.tensors[name].rows(0, 40)}
-    )
-    assert stock.check_names(wrong).mismatched == (
-        f"{name}: (40, 32) on disk, (48, 32) in the class",
-    )
+    cut = {name: checkpoint.tensors[name].rows(0, 40)}
+    wrong = checkpoint.replace(tensors={**checkpoint.tensors, **cut})
+    (mismatched,) = stock.check_names(wrong).mismatched
+    assert mismatched == f"{name}: (40, 32) on disk, (48, 32) in the class"
     with pytest.raises(SurgeryError, match=r"up_proj.weight: \(40, 32\) on disk"):
         walked(wrong, ids_of(1, 8))
 
 
 def test_a_missing_tensor_stops_the_walk_by_name(tmp_path: Path) -> None:
+    """Otherwise the layer would compute with random weights."""
     save_model("llama", tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     for name in ("model.layers.2.mlp.up_proj.weight", "model.norm.weight"):
@@ -335,9 +312,7 @@ class TwinForCausalLM(LlamaForCausalLM):
 
 @torch.no_grad()
 def test_a_checkpoint_with_its_own_code(tmp_path: Path, monkeypatch: Any) -> None:
-    """Its files are read from the checkpoint, wherever that is; its forward is the one that
-    runs.
-    """
+    """Its files are read from the checkpoint, wherever that is, and its own forward runs."""
     monkeypatch.setitem(DENSE, "twin", Family(model_type="twin"))
     folder, ids = tmp_path / "model", ids_of(2, 40)
     logits = save_model("llama", folder)(ids).logits
@@ -346,13 +321,10 @@ def test_a_checkpoint_with_its_own_code(tmp_path: Path, monkeypatch: Any) -> Non
         "AutoConfig": "configuration_twin.TwinConfig",
         "AutoModelForCausalLM": "modeling_twin.TwinForCausalLM",
     }
-    (folder / "config.json").write_text(
-        json.dumps({**config, "model_type": "twin", "auto_map": code})
-    )
+    config |= {"model_type": "twin", "auto_map": code}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "configuration_twin.py").write_text(CONFIGURATION)
     (folder / "modeling_twin.py").write_text(MODELING)
     checkpoint = open_checkpoint(folder)
-    assert stock.check_names(checkpoint) == stock.NameReport(
-        missing=(), unexpected=(), mismatched=()
-    )
+    assert stock.check_names(checkpoint) == AGREE
     assert torch.equal(whole_logits(walked(checkpoint, ids)), 2 * logits)

@@ -1,4 +1,4 @@
-"""Each conversion made once, and its script run in this process."""
+"""Fixtures: each conversion is made once, and its script runs in this process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from scripts import OPERATIONS, SIZES, TINY, Converted
 
 from surgery.demo import MODEL
 from surgery.storage import open_checkpoint
+from surgery.workflow.convert import convert
 
 
 @pytest.fixture(scope="session")
 def conversions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Converted]:
-    """Each made once, in bf16 as real ones are."""
+    """Return a function that makes a conversion by name, once, in bf16 as real models are."""
     root, made = tmp_path_factory.mktemp("converted"), dict[str, Converted]()
 
-    def convert(name: str) -> Converted:
+    def converted(name: str) -> Converted:
         if name not in made:
             model, operation = OPERATIONS[name]
             source, folder = root / f"{name} source", root / name
@@ -35,13 +36,15 @@ def conversions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Con
             made[name] = Converted(source=source, folder=folder)
         return made[name]
 
-    return convert
+    return converted
 
 
 @pytest.fixture
 def train(conversions: Callable[[str], Converted], tmp_path: Path) -> Callable[..., Path]:
-    """Skips without the extra `finetune`. `train("relufy", "--max_steps=8")` trains on smoke.txt in
-    this process; the folder that it wrote.
+    """Return a function that trains a conversion on smoke.txt in this process.
+
+    `train("relufy", "--max_steps=8")` returns the folder it wrote. Skips without the extra
+    `finetune`.
     """
     pytest.importorskip("trl")
     numbers = itertools.count()
@@ -50,9 +53,8 @@ def train(conversions: Callable[[str], Converted], tmp_path: Path) -> Callable[.
         converted = conversions(converted) if isinstance(converted, str) else converted
         out = tmp_path / f"trained {next(numbers)}"
         text = converted.script.with_name("smoke.txt")
-        (module or converted.module()).main(
-            [*TINY, f"--data={text}", f"--output_dir={out}", *arguments]
-        )
+        script = module or converted.module()
+        script.main([*TINY, f"--data={text}", f"--output_dir={out}", *arguments])
         return out
 
     return train
@@ -62,14 +64,13 @@ def train(conversions: Callable[[str], Converted], tmp_path: Path) -> Callable[.
 def quiet(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """No bars, no cache of data sets outside the tests' folder, one thread."""
+    """Show no bars, cache data sets inside the tests' folder, and use one thread."""
     if importlib.util.find_spec("datasets"):
         import datasets
 
         datasets.disable_progress_bars()
-        monkeypatch.setattr(
-            datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets"
-        )
+        cache = tmp_path_factory.getbasetemp() / "datasets"
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,7 +1,8 @@
-"""FSDP2 over two processes without a GPU: accelerate shards on accelerators alone, so the CPU is
-passed off as one.
+"""Run a script with FSDP2 over two processes without a GPU.
 
-accelerate launch --config_file fsdp2.yaml fsdp_on_gloo.py finetune.py …
+accelerate shards on accelerators only, so the CPU is passed off as one. Run with:
+
+  accelerate launch --config_file fsdp2.yaml fsdp_on_gloo.py finetune.py …
 """
 
 from __future__ import annotations
@@ -19,6 +20,6 @@ from torch import distributed
 PartialState._prepare_backend = lambda self, *_: ("gloo", DistributedType.MULTI_GPU)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
-distributed.barrier()  # the first process may still be writing
+distributed.barrier()  # rank 0 may still be writing
 sys.stdout.flush()
-os._exit(0)  # threads of gloo that outlive the interpreter would end it with an error
+os._exit(0)  # gloo's threads outlive the interpreter and would make it exit with an error

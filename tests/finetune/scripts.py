@@ -1,4 +1,4 @@
-"""Tiny models with the demo's tokenizer, converted, and the scripts beside them."""
+"""Tiny models with the demo's tokenizer, their conversions, and the scripts beside them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ TINY = (
     "--learning_rate=1e-3",
     "--logging_steps=1",
 )
-OPERATIONS: dict[str, tuple[str, Callable[[Checkpoint], Checkpoint]]] = {  # model, operation
+CALIBRATION = {"tokens": 512, "sequence_length": 64}
+# By name: the model that is converted, and the operation.
+OPERATIONS: dict[str, tuple[str, Callable[[Checkpoint], Checkpoint]]] = {
     "copy": ("llama", lambda c: c),
     "relufy": ("llama with llama3 rope", lambda c: relufy(c, repair="none")),
     "relufy gpt2": ("gpt2", lambda c: relufy(c, repair="none")),
@@ -41,9 +43,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[Checkpoint], Checkpoint]]] = {  # mod
     "relufied mixtral": ("llama", lambda c: upcycle(relufy(c, repair="none"), experts=4, top_k=2)),
     "carve": (
         "llama",
-        lambda c: carve(
-            c, experts=4, active=2, shared=1, calibration={"tokens": 512, "sequence_length": 64}
-        ),
+        lambda c: carve(c, experts=4, active=2, shared=1, calibration=CALIBRATION),
     ),
     "memory": ("llama", lambda c: memory(c, layers=[1], slots=64, knn=4, key_dim=16)),
     "memory, sparse gradients": (
@@ -57,7 +57,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[Checkpoint], Checkpoint]]] = {  # mod
             layers=[1],
             place="replace",
             find="product-keys",
-            calibration={"tokens": 512, "sequence_length": 64},
+            calibration=CALIBRATION,
         ),
     ),
     "splines": ("llama", lambda c: splinify(c)),
@@ -66,39 +66,40 @@ OPERATIONS: dict[str, tuple[str, Callable[[Checkpoint], Checkpoint]]] = {  # mod
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """A conversion on the disk, and its script."""
+    """A conversion on disk, and its script."""
 
     source: Path
     folder: Path
 
     @property
     def script(self) -> Path:
+        """Return the path of the script."""
         return self.folder / "finetune" / "finetune.py"
 
     def module(self) -> Any:
-        """The script, imported anew: a test may change its table."""
+        """Import the script anew, because a test may change its tables."""
         spec = importlib.util.spec_from_file_location("finetune", self.script)
         assert spec and spec.loader
         module = importlib.util.module_from_spec(spec)
-        sys.modules["finetune"] = module  # HfArgumentParser resolves the types of its Options there
+        # HfArgumentParser resolves the types of the script's Options there.
+        sys.modules["finetune"] = module
         spec.loader.exec_module(module)
         return module
 
     def weights(self, folder: Path | None = None) -> dict[str, torch.Tensor]:
-        """Every tensor of the conversion, or of what it was trained to in `folder`."""
+        """Return every tensor of the conversion, or of what was trained into `folder`."""
         files = sorted((folder or self.folder).glob("*.safetensors"))
         return {n: t for file in files for n, t in load_file(file).items()}
 
     def changed(self, folder: Path) -> set[str]:
-        """The names of the tensors that a training has changed."""
+        """Return the names of the tensors that training changed."""
         before, after = self.weights(), self.weights(folder)
         assert before.keys() == after.keys()
         return {n for n in before if not torch.equal(before[n], after[n])}
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """What was logged, step by step."""
-    log: list[dict[str, Any]] = json.loads((folder / "trainer_state.json").read_text())[
-        "log_history"
-    ]
+    """Return what was logged, step by step."""
+    state = json.loads((folder / "trainer_state.json").read_text())
+    log: list[dict[str, Any]] = state["log_history"]
     return [row for row in log if "loss" in row]
