@@ -100,13 +100,13 @@ class Options:
 
     @property
     def fits(self) -> str:
-        """The repair that there is: with all parts active nothing is to be repaired."""
+        """The repair: none with all parts active, where nothing is lost."""
         return "none" if average(self.numbers) == self.experts else self.repair
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What is to be done, checked: the same for every layer, except for how many parts are active."""
+    """What is to be done, checked: the same for every layer but the number of active parts."""
 
     blocks: Blocks
     options: Options
@@ -128,7 +128,7 @@ class Job:
 
     @property
     def active(self) -> int | list[int]:
-        """The active parts of every layer, or by layer where they differ."""
+        """The active parts: one number for every layer, or one for each where they differ."""
         each = [split.active for split in self.splits.values()]
         return each if len(set(each)) > 1 else each[0]
 
@@ -140,7 +140,7 @@ class Job:
 
     @property
     def entries(self) -> list[dict[str, Any]]:
-        """The `surgery_blocks` entries: one for all layers whose split and sparse block are alike."""
+        """The `surgery_blocks` entries: one for all layers that are split alike."""
         config, alike = self.blocks.checkpoint.config, dict[Any, list[int]]()
         for index, split in self.splits.items():
             sparse = block_config.sparse_entry_of(config, index)
@@ -553,10 +553,10 @@ OPERATION = Operation(
     function=carve,
     summary="Cut each MLP into experts of its own neurons.",
     done=_done,
-    why="The neurons that one token needs stand together in experts of their own, so that a router can "
-    "leave the others unread.",
-    limits="It was not trained after the conversion: tokens that a router sends elsewhere lose what the "
-    "other neurons computed.",
+    why="The neurons that one token needs stand together in experts of their own, so that a "
+    "router can leave the others unread.",
+    limits="It was not trained after the conversion: tokens that a router sends elsewhere lose what "
+    "the other neurons computed.",
     suffix=_suffix,
     papers=_papers,
     tags=("mixture-of-experts", "moefication"),

@@ -456,14 +456,17 @@ def _notes(job: _Job, tensors: Mapping[str, LazyTensor]) -> tuple[str, ...]:
     item, whole = init_of.itemsize(mlp.down.dtype), init_of.mlp_numbers(mlp)
     read = init_of.numbers_read(entry, job.hidden) + init_of.mlp_numbers(mlp, entry["width"])
     if job.options.place == "beside":
-        worth = "nothing is added until it is trained; at first only the output projection has a gradient"
+        worth = (
+            "nothing is added until it is trained; at first only the output projection has a "
+            "gradient"
+        )
     elif job.options.fitted:
         layers = ", ".join(map(str, job.layers))
         worth = f"layers {layers} were fitted on calibration text, not on the language-model loss"
     else:
         worth = (
-            f"--init {job.options.init} in the MLP's place leaves the model without that MLP or worse: "
-            "perplexity is measured, train it before any use"
+            f"--init {job.options.init} in the MLP's place leaves the model without that MLP or "
+            "worse: perplexity is measured, train it before any use"
         )
     return (
         f"{parameters:+,} parameters, {size / 1e6:+,.1f} MB; of the memory a token reads "
@@ -627,8 +630,8 @@ OPERATION = Operation(
     function=memory,
     summary="Put product-key memory beside MLPs, exactly, or in their place.",
     done=_done,
-    why="A memory layer looks few values up in a large table: parameters that cost next to no work per "
-    "token.",
+    why="A memory layer looks few values up in a large table: parameters that cost next to no work "
+    "per token.",
     limits="It was not trained after the conversion: new memory holds nothing yet.",
     suffix=lambda p: "memory",
     papers=lambda p: [PRODUCT_KEYS, AT_SCALE],

@@ -94,7 +94,7 @@ class Options:
 
     @property
     def wanted(self) -> float | None:
-        """The sparsity that thresholds are chosen for, None where they are given or there is none."""
+        """The sparsity that thresholds are chosen for; None where they are given."""
         if self.threshold is None and self.sparsity is None:
             return self.swap.sparsity
         return self.sparsity
@@ -133,7 +133,10 @@ class _Job:
 
     @property
     def turns(self) -> bool:
-        """Whether neurons may take the other sign, which is free and decides what a ReLU of `up` keeps."""
+        """Whether neurons may change their sign.
+
+        That is free, and decides what a ReLU of `up` keeps.
+        """
         return self.options.swap.how.cuts == "both" and self.options.repair != "none"
 
     @property
@@ -287,12 +290,14 @@ def _require_possible(blocks: Blocks, options: Options) -> None:
     family, swap, plain = blocks.family, options.swap, options.swap.how.plain
     if family.is_moe and (options.repair != "none" or not plain):
         raise SurgeryError(
-            f"{family.model_type} is a mixture of experts: only relu and relu2 without repair are known for it",
+            f"{family.model_type} is a mixture of experts: only relu and relu2 without repair are "
+            "known for it",
             "relufy the dense model first, then upcycle; or give --repair none",
         )
     if not family.activation_key and plain and options.repair == "none":
         raise SurgeryError(
-            f"the activation of {family.model_type} is fixed in its code, no config field changes it",
+            f"the activation of {family.model_type} is fixed in its code, and no config field "
+            "changes it",
             "`surgery families` lists where relufy works",
         )
     if plain and blocks.activation == swap.act and options.stage == 1:
@@ -326,13 +331,14 @@ def _notes(job: _Job) -> tuple[str, ...]:
     notes = [f"{job.blocks.activation} became {job.options.activation}; {weights}"]
     if job.native and not job.shifts:
         notes.append(
-            "runtimes that hard-code the activation (llama.cpp, vLLM for llama and qwen) ignore this field or refuse it"
+            "runtimes that hard-code the activation (llama.cpp, vLLM for llama and qwen) ignore "
+            "this field or refuse it"
         )
     elif not job.native:
         notes.append(NEEDS_TRUST)
     if job.options.repair != "none" and not job.rank:
         notes.append(
-            "--bypass full repairs much more: a linear map beside the MLP, whose code travels with the checkpoint"
+            "--bypass full repairs much more: a linear map beside the MLP, computed by custom code"
         )
     return tuple(notes)
 
@@ -536,10 +542,11 @@ OPERATION = Operation(
     function=relufy,
     summary="Make the MLPs sparse: ReLU and kin, repaired.",
     done=_done,
-    why="With an activation that gives exact zeros, most neurons of a token need no rows of up_proj and "
-    "down_proj: what is zero need not be read, and reading weights is what decoding spends its time on.",
-    limits="It was not trained after the conversion, and is worse than its source, more so outside the "
-    "domains that it was calibrated on. Zeros save time only in a runtime that skips them.",
+    why="With an activation that gives exact zeros, most neurons of a token need no rows of "
+    "up_proj and down_proj: what is zero need not be read, and reading weights is what decoding spends its "
+    "time on.",
+    limits="It was not trained after the conversion, and is worse than its source, more so outside "
+    "the domains that it was calibrated on. Zeros save time only in a runtime that skips them.",
     suffix=_suffix,
     papers=lambda p: list(dict.fromkeys([RELU_STRIKES_BACK, ACTIVATIONS[p["activation"]].paper])),
     tags=("activation-sparsity", "relufication"),

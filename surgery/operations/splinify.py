@@ -186,8 +186,8 @@ OPERATION = Operation(
     function=splinify,
     summary="Make the activation learnable, exactly.",
     done=lambda p, where: f"{where} got a learnable activation ({p.get('kind')})",
-    why="The activation becomes learnable: a function of zeros beside it, or straight lines in its place, "
-    "which training can shape.",
+    why="The activation becomes learnable: a function of zeros beside it, or straight lines in its "
+    "place, which training can shape.",
     limits="It was not trained after the conversion: it gains nothing over its source yet.",
     suffix=lambda p: "splinify",
     papers=lambda p: [KAN],

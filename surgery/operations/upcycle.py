@@ -1,10 +1,12 @@
-"""Upcycling: each MLP becomes a mixture of experts behind a new router, in an architecture that
-transformers has, or in a block that travels with the checkpoint where none can hold the model.
+"""Upcycling: each MLP becomes a mixture of experts behind a new router.
 
-Verbatim copies (Komatsuzaki et al. 2022, arXiv 2212.05055), copies cut in finer experts (virtual
-groups, He et al. 2024, arXiv 2410.07524), and shared experts beside them compute exactly what the
-model did; training makes the experts differ. Partial re-initialisation, noise and the MLPs of
-several models make them differ from the start, and change the function.
+The output has an architecture of transformers, or a custom-code block where none can hold the model
+exactly. Verbatim copies (Komatsuzaki et al. 2022, arXiv 2212.05055), copies cut in finer experts
+(virtual groups, He et al. 2024, arXiv 2410.07524), and shared experts beside them compute exactly
+what the model did; training makes the experts differ. Partial re-initialisation, noise and the MLPs
+of several models make them differ from the start, and change the function.
+
+Shapes: H hidden_size, F intermediate_size, E experts, K of them active.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ MOST_EXPERTS = 65536  # of a layer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """How experts and router begin: as copies, or made different."""
+    """How experts and routers begin: as copies, or made different."""
 
     drop: float
     noise: float
@@ -59,17 +61,101 @@ class Start:
     attention: str
     router: Beginning
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.drop <= 1:
+            what = f"drop {self.drop} of the neurons"
+            raise UsageError(what, "give a part from 0 to 1; 0.5 is the paper's")
+        if self.noise < 0:
+            what = f"noise of standard deviation {self.noise}"
+            raise UsageError(what, "give 0 or more, well below that of the weights")
+        if self.attention not in ATTENTION:
+            what = f"attention from {self.attention!r}"
+            raise UsageError(what, f"one of: {', '.join(ATTENTION)}")
+        if self.attention == "average" and not self.models:
+            raise UsageError("an average of no models", "name them, each with --expert MODEL")
+        texts = len(self.router.texts)
+        if self.router.kind == "class-means" and not len(self.models) == texts > 1:
+            raise UsageError(
+                f"class means of {texts} texts for {len(self.models)} models",
+                "give --expert MODEL and --expert-text FILE for each of them, two at least",
+            )
+
     @property
     def copies(self) -> bool:
         """Whether the experts are the source's MLP and nothing else."""
         return not (self.drop or self.noise or self.models)
 
+    @property
+    def seed(self) -> int:
+        return self.router.seed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What `upcycle` is asked for beside how experts begin; its docstring explains each."""
+
+    experts: int | None
+    top_k: int | None
+    granularity: int
+    shared: int | None
+    layers: Collection[int] | None
+    dense_first: int
+    target: str
+
+    def __post_init__(self) -> None:
+        if self.dense_first and self.layers is not None:
+            raise UsageError("both --layers and --dense-first", "give one of them")
+        if self.layers is not None and not self.layers:
+            raise UsageError("no layer to convert", "leave --layers out for all of them")
+        granularity, shared = self.granularity, self.shared or 0
+        most = granularity - 1 if granularity > 1 else 1
+        if granularity < 1 or not 0 <= shared <= most:
+            raise UsageError(
+                f"{shared} shared of {granularity} parts of an MLP",
+                "a part at least must be routed; without --granularity, --shared is 0 or 1",
+            )
+
+    def chosen(self, blocks: Blocks) -> tuple[int, ...]:
+        """Return the layers to convert."""
+        first = self.dense_first
+        if not first:
+            return chosen_layers(blocks, self.layers)
+        if not 0 < first < blocks.count:
+            what = f"{first} dense layers of {blocks.count}"
+            raise UsageError(what, f"give 1 to {blocks.count - 1}")
+        return tuple(range(first, blocks.count))
+
+    def shape(self, models: int) -> Shape:
+        """Return the shape asked for; what is not given follows from the number of copies."""
+        shared = self.shared or 0
+        routed = self.granularity - shared if self.granularity > 1 else 1
+        experts = (models or COPIES) * routed if self.experts is None else self.experts
+        top_k = ACTIVE * routed if self.top_k is None else self.top_k
+        _check_numbers(experts, top_k, routed)
+        return Shape(experts=experts, top_k=top_k, granularity=self.granularity, shared=shared)
+
+
+def _check_numbers(experts: int, top_k: int, routed: int) -> None:
+    """Raise UsageError for numbers of experts, of which `routed` make up a copy, that cannot be."""
+    if experts < 1 or top_k < 1:
+        what = f"{experts} experts with top-k {top_k}: both must be at least 1"
+        raise UsageError(what, "for example --experts 8 --top-k 2")
+    if experts > MOST_EXPERTS:
+        raise UsageError(f"{experts} experts", f"give at most {MOST_EXPERTS}")
+    if top_k > experts:
+        what = f"top-k {top_k} of {experts} experts"
+        raise UsageError(what, "top-k can be at most the number of experts")
+    for name, value in (("experts", experts), ("top-k", top_k)):
+        if value % routed:
+            raise UsageError(
+                f"{name} {value} is no multiple of the {routed} routed experts that make up a copy",
+                f"for example --experts {COPIES * routed} --top-k {ACTIVE * routed}",
+            )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What is to be done, checked. `source` is whose MLPs are converted; `trunk` what all else is
-    taken from.
-    """
+    """What is to be done, checked: `source` has the MLPs, `trunk` has everything else."""
 
     source: Blocks
     trunk: Blocks
@@ -77,10 +163,11 @@ class _Job:
     layers: tuple[int, ...]
     choice: Choice
     start: Start
+    notes: tuple[str, ...]
 
     @property
     def router(self) -> str:
-        """Where a layer has its router's rows."""
+        """The path of a router's rows in a decoder layer."""
         path = self.choice.target.router
         return path if self.choice.target.place else path.replace("mlp", self.source.family.mlp, 1)
 
@@ -105,7 +192,7 @@ def upcycle(
     seed: int = 0,
     calibration: Calibration | Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """A mixture of `experts` in place of each MLP, `top_k` of them active per token.
+    """Return the model with a mixture of `experts` in place of each MLP, `top_k` active per token.
 
     Args:
         checkpoint: a dense model; see `surgery families` for which.
@@ -120,7 +207,7 @@ def upcycle(
             target usually has.
         layers: the layers to convert (default: all), where the architecture can keep some dense.
         dense_first: how many first layers stay dense, instead of `layers`.
-        target: the MoE model_type; "surgery" for the block that travels; "auto" for the first
+        target: the MoE model_type; "surgery" for a custom-code block; "auto" for the first
             architecture that can hold this model in this shape exactly, or else that block.
         drop: the part of each expert's neurons that is drawn anew (drop-upcycling; 0.5 in the
             paper).
@@ -136,7 +223,20 @@ def upcycle(
 
     Raises SurgeryError for a model that no target can hold exactly, UsageError for impossible
     options.
+
+    Example:
+        >>> source = surgery.open("Qwen/Qwen3-8B")
+        >>> output = surgery.upcycle(source, experts=8, top_k=2)
     """
+    options = Options(
+        experts=experts,
+        top_k=top_k,
+        granularity=granularity,
+        shared=shared,
+        layers=layers,
+        dense_first=dense_first,
+        target=target,
+    )
     begin = Beginning(
         kind=router,
         std=router_std,
@@ -144,14 +244,9 @@ def upcycle(
         texts=tuple(map(str, expert_texts)),
         calibration=Calibration.of(calibration),
     )
-    start = Start(
-        drop=drop, noise=noise, models=tuple(expert_models), attention=attention, router=begin
-    )
-    _check_start(start)
-    shape = _shape(experts, top_k, granularity, shared or 0, len(start.models))
-    checkpoint, job, notes = _job(
-        checkpoint, shape, shared, _layers(layers, dense_first), target, start
-    )
+    models = tuple(expert_models)
+    start = Start(drop=drop, noise=noise, models=models, attention=attention, router=begin)
+    job = _check(checkpoint, options, start)
     work = work_of(begin, _mixture_of(job)) if begin.reads else None
     tensors = _tensors(job, work)
     exact = start.copies and _always_whole(job, tensors)
@@ -160,22 +255,19 @@ def upcycle(
         parameters=_parameters(job),
         exact=exact,
         layers=job.layers,
-        notes=(*notes, *job.choice.notes, *_notes(job, exact)),
+        notes=(*job.notes, *job.choice.notes, *_notes(job, exact)),
         work=work,
     )
-    return checkpoint.replace(step=step, tensors=tensors, **_written(job))
+    return job.source.checkpoint.replace(step=step, tensors=tensors, **_written(job))
 
 
-def _job(
-    checkpoint: Checkpoint,
-    shape: Shape,
-    shared: int | None,
-    layers: Collection[int] | range | None,
-    target: str,
-    start: Start,
-) -> tuple[Checkpoint, _Job, list[str]]:
-    """The source without a head that is tied, what is to be done, and what is to be said of the
-    head.
+# --- what is asked for ----------------------------------------------------------------------------
+
+
+def _check(checkpoint: Checkpoint, options: Options, start: Start) -> _Job:
+    """Check the options against the checkpoint, and choose the target.
+
+    The source loses a head that is tied to the embedding and equal to it.
     """
     require_plain(checkpoint)
     _require_stock(checkpoint)
@@ -183,108 +275,42 @@ def _job(
     blocks = locate(checkpoint)
     require_whole(blocks)
     start = dataclasses.replace(start, models=tuple(map(with_gathered_mlps, start.models)))
-    config = _effective(checkpoint)
-    chosen = _chosen(blocks, layers)
+    config, shape = _effective(checkpoint), options.shape(len(start.models))
+    chosen = options.chosen(blocks)
     if not blocks.family.is_moe:
         shape = dataclasses.replace(shape, width=blocks.mlp(chosen[0]).width)
-    choice = choose(blocks, config, target, shape, shared, chosen)
+    choice = choose(blocks, config, options.target, shape, options.shared, chosen)
     _check_copies(choice.shape, start)
     checkpoint, notes = drop_tied_head(checkpoint, bool(config.get("tie_word_embeddings")))
-    trunk = _trunk(checkpoint, chosen, start)
-    job = _Job(
+    return _Job(
         source=locate(checkpoint),
-        trunk=locate(trunk),
+        trunk=locate(_trunk(checkpoint, chosen, start)),
         models=tuple(map(locate, start.models)),
         layers=chosen,
         choice=choice,
         start=start,
+        notes=tuple(notes),
     )
-    return checkpoint, job, notes
-
-
-# --- options --------------------------------------------------------------------------------------
-
-
-def _shape(
-    experts: int | None, top_k: int | None, granularity: int, shared: int, models: int
-) -> Shape:
-    """The shape asked for; of `experts` and `top_k`, what is not given follows from the number of
-    copies.
-    """
-    if (
-        granularity < 1
-        or shared < 0
-        or (shared >= granularity > 1)
-        or (granularity == 1 and shared > 1)
-    ):
-        raise UsageError(
-            f"{shared} shared of {granularity} parts of an MLP",
-            "a part at least must be routed; without --granularity, --shared is 0 or 1",
-        )
-    routed = granularity - shared if granularity > 1 else 1
-    experts = (models or COPIES) * routed if experts is None else experts
-    top_k = ACTIVE * routed if top_k is None else top_k
-    if experts < 1 or top_k < 1:
-        raise UsageError(
-            f"{experts} experts with top-k {top_k}: both must be at least 1",
-            "for example --experts 8 --top-k 2",
-        )
-    if experts > MOST_EXPERTS:
-        raise UsageError(f"{experts} experts", f"give at most {MOST_EXPERTS}")
-    if top_k > experts:
-        raise UsageError(
-            f"top-k {top_k} of {experts} experts", "top-k can be at most the number of experts"
-        )
-    for name, value in (("experts", experts), ("top-k", top_k)):
-        if value % routed:
-            raise UsageError(
-                f"{name} {value} is no multiple of the {routed} routed experts that make up a copy",
-                f"for example --experts {COPIES * routed} --top-k {ACTIVE * routed}",
-            )
-    return Shape(experts=experts, top_k=top_k, granularity=granularity, shared=shared)
-
-
-def _check_start(start: Start) -> None:
-    if not 0 <= start.drop <= 1:
-        raise UsageError(
-            f"drop {start.drop} of the neurons", "give a part from 0 to 1; 0.5 is the paper's"
-        )
-    if start.noise < 0:
-        raise UsageError(
-            f"noise of standard deviation {start.noise}",
-            "give 0 or more, well below that of the weights",
-        )
-    if start.attention not in ATTENTION:
-        raise UsageError(f"attention from {start.attention!r}", f"one of: {', '.join(ATTENTION)}")
-    if start.attention == "average" and not start.models:
-        raise UsageError("an average of no models", "name them, each with --expert MODEL")
-    if start.router.kind == "class-means" and not len(start.models) == len(start.router.texts) > 1:
-        raise UsageError(
-            f"class means of {len(start.router.texts)} texts for {len(start.models)} models",
-            "give --expert MODEL and --expert-text FILE for each of them, two at least",
-        )
 
 
 def _check_copies(shape: Shape, start: Start) -> None:
+    """Raise UsageError where the copies cannot be cut so, or shared out among the models."""
     models = len(start.models)
     if shape.width % shape.granularity:
         near = [g for g in range(1, shape.width + 1) if shape.width % g == 0]
         best = min(near, key=lambda g: abs(g - shape.granularity))
-        raise UsageError(
-            f"granularity {shape.granularity} does not divide {shape.width} neurons", f"{best} does"
-        )
+        what = f"granularity {shape.granularity} does not divide {shape.width} neurons"
+        raise UsageError(what, f"{best} does")
     if models and shape.copies % models:
-        raise UsageError(
-            f"{shape.copies} copies of {models} expert models",
-            "give a multiple of them with --experts",
-        )
+        what = f"{shape.copies} copies of {models} expert models"
+        raise UsageError(what, "give a multiple of them with --experts")
     if start.router.kind == "class-means" and shape.copies != models:
-        raise UsageError(
-            f"class means of {models} models for {shape.copies} copies", "leave --experts out"
-        )
+        what = f"class means of {models} models for {shape.copies} copies"
+        raise UsageError(what, "leave --experts out")
 
 
 def _require_stock(checkpoint: Checkpoint) -> None:
+    """Raise SurgeryError for a model with custom code, or with other towers."""
     kind, family = str(checkpoint.config.get("model_type")), find(checkpoint.config)
     if kind.startswith(OPERATED):
         raise SurgeryError(
@@ -293,31 +319,12 @@ def _require_stock(checkpoint: Checkpoint) -> None:
         )
     if checkpoint.config.get("text_config"):
         raise SurgeryError(
-            f"{checkpoint.config.get('model_type')} is multimodal: no target of upcycle holds its other towers",
+            f"{kind} is multimodal: no target of upcycle holds its other towers",
             f"give its language model, a {family.model_type}, as a checkpoint of its own",
         )
 
 
-def _layers(layers: Collection[int] | None, dense_first: int) -> Collection[int] | range | None:
-    """The layers named; of `dense_first` all from there on, however many there are."""
-    if dense_first and layers is not None:
-        raise UsageError("both --layers and --dense-first", "give one of them")
-    if layers is not None and not layers:
-        raise UsageError("no layer to convert", "leave --layers out for all of them")
-    return range(dense_first, 2**31) if dense_first else layers
-
-
-def _chosen(blocks: Blocks, layers: Collection[int] | range | None) -> tuple[int, ...]:
-    if isinstance(layers, range):
-        if not 0 < layers.start < blocks.count:
-            raise UsageError(
-                f"{layers.start} dense layers of {blocks.count}", f"give 1 to {blocks.count - 1}"
-            )
-        layers = range(layers.start, blocks.count)
-    return chosen_layers(blocks, layers)
-
-
-# --- tensors --------------------------------------------------------------------------------------
+# --- what is planned ------------------------------------------------------------------------------
 
 
 def _tensors(job: _Job, work: Work | None) -> dict[str, LazyTensor]:
@@ -344,95 +351,76 @@ def _tensors(job: _Job, work: Work | None) -> dict[str, LazyTensor]:
 
 
 def _block(job: _Job, index: int, work: Work | None) -> dict[str, LazyTensor]:
-    """The block of one layer, by name."""
-    target, s, layer, mlp = (
-        job.choice.target,
-        job.choice.shape,
-        job.trunk.layer(index),
-        job.trunk.mlp(index),
-    )
-    dtype = mlp.up.dtype
-    router = router_rows(
-        job.start.router,
-        layer + job.router,
-        index,
-        s,
-        mlp.up.shape[1],
-        "F32" if target.router_fp32 else dtype,
-        work,
-    )
+    """Return the tensors of a layer's mixture, by name."""
+    target, shape = job.choice.target, job.choice.shape
+    layer, mlp = job.trunk.layer(index), job.trunk.mlp(index)
+    dtype, hidden = mlp.up.dtype, mlp.up.shape[1]
+    name, kept_in = layer + job.router, "F32" if target.router_fp32 else dtype
+    rows = router_rows(job.start.router, name, index, shape, hidden, kept_in, work)
     if target.place is None:
-        return {**job.trunk.restored(index, _wide(job, index)), layer + job.router: router}
+        return {**job.trunk.restored(index, _wide(job, index)), name: rows}
     new = target.place(_experts(job, index))
-    if (
-        (shared := shared_expert(mlp, target, s)) is not None
-        and target.shared
-        and target.shared.place
-    ):
+    shared = shared_expert(mlp, target, shape)
+    if shared is not None and target.shared and target.shared.place:
         new |= target.shared.place([shared])
-    new |= {**target.extra(s.experts, dtype), job.router: router}
+    new |= {**target.extra(shape.experts, dtype), job.router: rows}
     return {layer + path: tensor for path, tensor in new.items()}
 
 
 def _experts(job: _Job, index: int) -> list[Mlp]:
-    """The routed experts of a layer as they begin."""
+    """Return the routed experts of a layer as they begin."""
     mlp, layer, start = job.trunk.mlp(index), job.trunk.layer(index), job.start
-    copies = _copies(mlp, [b.mlp(index) for b in job.models], job.choice.shape.copies)
-    parts = [
-        p for copy in copies for p in routed_experts(copy, job.choice.target, job.choice.shape)
-    ]
-    keys = [f"{layer}expert {i}" for i in range(len(parts))]
-    return [
-        noisy(dropped(p, start.drop, key, start.router.seed), start.noise, key, start.router.seed)
-        for p, key in zip(parts, keys, strict=True)
-    ]
+    target, shape = job.choice.target, job.choice.shape
+    copies = _copies(mlp, [b.mlp(index) for b in job.models], shape.copies)
+    found: list[Mlp] = []
+    for copy in copies:
+        for expert in routed_experts(copy, target, shape):
+            key = f"{layer}expert {len(found)}"
+            changed = dropped(expert, start.drop, key, start.seed)
+            found.append(noisy(changed, start.noise, key, start.seed))
+    return found
 
 
 def _wide(job: _Job, index: int) -> Mlp:
-    """The MLP of a layer with the neurons of all its experts, the shared ones first."""
-    mlp, s = job.trunk.mlp(index), job.choice.shape
-    shared = (
-        [scaled(part(mlp, 0, s.shared * s.expert_width), 0.5 if s.halved else 1.0)]
-        if s.shared
-        else []
-    )
+    """Return the MLP of a layer with the neurons of all its experts, the shared ones first."""
+    mlp, shape, shared = job.trunk.mlp(index), job.choice.shape, list[Mlp]()
+    if shape.shared:
+        first = part(mlp, 0, shape.shared * shape.expert_width)
+        shared = [scaled(first, 0.5 if shape.halved else 1.0)]
     return joined([*shared, *_experts(job, index)])
 
 
 def _entry(job: _Job) -> dict[str, Any]:
-    """The block that computes a `_wide` MLP as a mixture."""
-    s, target = job.choice.shape, job.choice.target
+    """Return the `surgery_blocks` entry that computes a `_wide` MLP as a mixture."""
+    shape, target = job.choice.shape, job.choice.target
     return block_config.experts_entry(
         job.source.family,
         job.layers,
-        experts=s.experts,
-        width=s.expert_width,
-        top_k=s.top_k,
-        shared=s.shared * s.expert_width,
-        group=s.shards,
-        factor=s.factor if target.groups else 1.0,
+        experts=shape.experts,
+        width=shape.expert_width,
+        top_k=shape.top_k,
+        shared=shape.shared * shape.expert_width,
+        group=shape.shards,
+        factor=shape.factor if target.groups else 1.0,
     )
 
 
 def _mixture_of(job: _Job) -> Mixture:
-    """What calibration walks. Of copies, and of Llama 4's, whose experts begin with an output of
-    zero, that is the source.
+    """Return what calibration walks.
+
+    Of copies that is the source, and of Llama 4's too, whose experts begin with an output of zero.
     """
-    shared = job.choice.target.shared
+    shared, shape = job.choice.target.shared, job.choice.shape
+    walked = Mixture(checkpoint=job.trunk.checkpoint, layers=job.layers, shape=shape)
     if job.start.copies or (shared and shared.whole):
-        return Mixture(checkpoint=job.trunk.checkpoint, layers=job.layers, shape=job.choice.shape)
-    return Mixture(
-        checkpoint=job.trunk.checkpoint,
-        layers=job.layers,
-        shape=job.choice.shape,
-        wide=partial(_wide, job),
-        entry=_entry(job),
-    )
+        return walked
+    return dataclasses.replace(walked, wide=partial(_wide, job), entry=_entry(job))
 
 
 def _trunk(checkpoint: Checkpoint, chosen: Sequence[int], start: Start) -> Checkpoint:
-    """What all but the routed experts is taken from. Raises SurgeryError for models that do not
-    belong together.
+    """Return what everything but the routed experts is taken from.
+
+    Raises SurgeryError for models that do not belong together.
     """
     blocks = locate(checkpoint)
     experts = [name for index in chosen for name in blocks.mlp(index).names]
@@ -443,40 +431,31 @@ def _trunk(checkpoint: Checkpoint, chosen: Sequence[int], start: Start) -> Check
 
 
 def _copies(mlp: Mlp, models: Sequence[Mlp], count: int) -> Iterator[Mlp]:
-    """`count` MLPs: copies of one, or those of several models, equally many of each and one model
-    after another.
-    """
+    """Yield `count` MLPs: copies of one, or equally many of each model, one after another."""
     for c in range(count):
         chosen = models[c * len(models) // count] if models else mlp
         yield chosen if chosen.up.dtype == mlp.up.dtype else _cast(chosen, mlp.up.dtype)
 
 
 def _cast(mlp: Mlp, dtype: str) -> Mlp:
-    values: dict[str, Any] = {
-        f.name: t.cast(dtype)
-        for f in dataclasses.fields(mlp)
-        if isinstance(t := getattr(mlp, f.name), LazyTensor)
-    }
+    parts = {f.name: getattr(mlp, f.name) for f in dataclasses.fields(mlp)}
+    tensors = {name: t for name, t in parts.items() if isinstance(t, LazyTensor)}
+    values: dict[str, Any] = {name: t.cast(dtype) for name, t in tensors.items()}
     return dataclasses.replace(mlp, **values)
 
 
 def _effective(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the config with the defaults of its class written out."""
     return find(checkpoint.config).effective(complete(checkpoint.config))
 
 
 def _written(job: _Job) -> dict[str, Any]:
-    """Config and code of the result."""
+    """Return the config and the custom code of the output."""
     choice, source = job.choice, job.source
     if choice.route is None:
         return with_blocks(source.checkpoint, [_entry(job)])
-    config = config_of(
-        choice.target,
-        choice.route,
-        _effective(source.checkpoint),
-        choice.shape,
-        job.layers,
-        source.count,
-    )
+    before = _effective(source.checkpoint)
+    config = config_of(choice.target, choice.route, before, choice.shape, job.layers, source.count)
     return {"config": config, "custom_code": False}
 
 
@@ -484,7 +463,7 @@ def _written(job: _Job) -> dict[str, Any]:
 
 
 def _always_whole(job: _Job, tensors: Mapping[str, LazyTensor]) -> bool:
-    """Whether every token gets whole copies in the dtype that the model is loaded in."""
+    """Return whether every token gets whole copies in the dtype that the model is loaded in."""
     target, router = job.choice.target, job.start.router
     if whole_copies(target, job.choice.shape):
         return True
@@ -493,80 +472,84 @@ def _always_whole(job: _Job, tensors: Mapping[str, LazyTensor]) -> bool:
 
 
 def _parameters(job: _Job) -> dict[str, Any]:
-    s, start, router = job.choice.shape, job.start, job.start.router
+    """Return what makes the same again."""
+    shape, start, router = job.choice.shape, job.start, job.start.router
+    every = len(job.layers) == job.source.count
     found = {
-        "experts": s.experts,
-        "top_k": s.top_k,
-        "granularity": s.granularity,
-        "shared": s.shared,
-        "layers": None if len(job.layers) == job.source.count else list(job.layers),
+        "experts": shape.experts,
+        "top_k": shape.top_k,
+        "granularity": shape.granularity,
+        "shared": shape.shared,
+        "layers": None if every else list(job.layers),
         "target": job.choice.target.model_type,
         "drop": start.drop,
         "noise": start.noise,
-        "expert_models": [
-            m.source.location + (f"@{m.source.revision}" if m.source.revision else "")
-            for m in start.models
-        ],
+        "expert_models": list(map(_named, start.models)),
         "attention": start.attention,
         "router": router.kind,
         "router_std": router.std,
         "seed": router.seed,
     }
     found |= {"expert_texts": list(router.texts)} if router.texts else {}
-    return found | (
-        {"calibration": router.calibration.as_dict()}
-        if router.reads and router.calibration.as_dict()
-        else {}
-    )
+    calibration = router.calibration.as_dict() if router.reads else {}
+    return found | ({"calibration": calibration} if calibration else {})
+
+
+def _named(model: Checkpoint) -> str:
+    revision = model.source.revision
+    return model.source.location + (f"@{revision}" if revision else "")
 
 
 def _notes(job: _Job, exact: bool) -> Iterator[str]:
-    target, s, start = job.choice.target, job.choice.shape, job.start
+    target, shape, start = job.choice.target, job.choice.shape, job.start
     if target is SURGERY:
         yield NEEDS_TRUST
-    if s.shards > 1 and not whole_copies(target, s):
+    if shape.shards > 1 and not whole_copies(target, shape):
         where = "hardly ever" if exact else "about one token in a thousand, in each layer"
         yield (
-            f"{target.model_type} chooses experts one by one: where the router's logits of two copies are equal a token gets "
-            f"parts of both, in this dtype {where}; --target glm4_moe chooses whole copies"
+            f"{target.model_type} chooses experts one by one: where the router's logits of two "
+            f"copies are equal a token gets parts of both, in this dtype {where}; --target "
+            "glm4_moe chooses whole copies"
         )
-    if s.granularity > 1 and s.expert_width % 8 and target is not SURGERY:
+    if shape.granularity > 1 and shape.expert_width % 8 and target is not SURGERY:
         yield (
-            f"experts of {s.expert_width} neurons: grouped matrix products in bf16 want a multiple of 8, and "
-            "transformers stops there without one"
+            f"experts of {shape.expert_width} neurons: grouped matrix products in bf16 want a "
+            "multiple of 8, and transformers stops there without one"
         )
     if target.note:
         yield target.note
-    elif target.shared and target.shared.required and not s.shared:
+    elif target.shared and target.shared.required and not shape.shared:
         yield (
-            f"{target.model_type} always has a shared expert: it begins with down_proj at zero, and computes nothing until it "
-            "is trained; --shared puts a part of the MLP there"
+            f"{target.model_type} always has a shared expert: it begins with down_proj at zero, "
+            "and computes nothing until it is trained; --shared puts a part of the MLP there"
         )
-    if s.experts > 1 or s.top_k == 1:
-        yield _gradient(s, start)
+    if shape.experts > 1 or shape.top_k == 1:
+        yield _gradient(shape, start)
     if start.models:
         others = "the mean of theirs" if start.attention == "average" else "the base's"
-        yield f"the experts are the MLPs of {len(start.models)} models; attention, embeddings and norms are {others}"
+        rest = f"attention, embeddings and norms are {others}"
+        yield f"the experts are the MLPs of {len(start.models)} models; {rest}"
 
 
-def _gradient(s: Shape, start: Start) -> str:
-    if s.top_k == 1:
+def _gradient(shape: Shape, start: Start) -> str:
+    """Say whether the language-model loss teaches the routers anything at first."""
+    if shape.top_k == 1:
         return (
-            "with top-k 1 the renormalised routing weight is always 1: the router never gets a gradient from the "
-            "language-model loss"
+            "with top-k 1 the renormalised routing weight is always 1: the router never gets a "
+            "gradient from the language-model loss"
         )
     if not start.copies:
         return (
             "the experts differ from the start: this is another function, and where training begins"
         )
-    if s.shards > 1:
+    if shape.shards > 1:
         return (
-            "the copies are identical, and the parts of a copy are not: the language-model loss weighs these against one "
-            "another, and copies differ as training goes on"
+            "the copies are identical, and the parts of a copy are not: the language-model loss "
+            "weighs these against one another, and copies differ as training goes on"
         )
     return (
-        "the experts are identical, so the router has no language-model gradient until they differ: train with the "
-        "auxiliary loss, or begin with --drop or --noise"
+        "the experts are identical, so the router has no language-model gradient until they "
+        "differ: train with the auxiliary loss, or begin with --drop or --noise"
     )
 
 
@@ -636,10 +619,10 @@ OPERATION = Operation(
     function=upcycle,
     summary="Turn each MLP into a mixture of copies, exactly.",
     done=_done,
-    why="A dense model that was paid for already is the cheapest beginning of a mixture of experts: "
-    "capacity grows with the experts, the work of a token with those that are active.",
-    limits="It was not trained after the conversion: it is where training starts from, larger and not "
-    "better than its source.",
+    why="A dense model that was paid for already is the cheapest beginning of a mixture of "
+    "experts: capacity grows with the experts, the work of a token with those that are active.",
+    limits="It was not trained after the conversion: it is where training starts from, larger and "
+    "not better than its source.",
     suffix=_suffix,
     papers=_papers,
     tags=("mixture-of-experts", "upcycling"),

@@ -1,13 +1,13 @@
-"""What a carved model is worth against the part of its neurons that is active, beside a random
-split and beside the oracle.
+"""What a carved model is worth against the part of its neurons that is active.
 
-One walk of the source carries a stream for each variant, calibration and held-out text side by
-side: a layer is carved on the stream that the variant's layers before it gave, put in, and run.
-Nothing is written.
+It stands beside a random split, and beside the oracle. One walk of the source carries a stream for
+each variant, calibration and held-out text side by side: a layer is carved on the stream that the
+variant's layers before it gave, put in, and run. Nothing is written.
 
-    perplexity  of held-out text; `agreement`: how often its most likely next token is the source's
-    error       of an MLP on held-out text: ‖y − ŷ‖² / ‖y‖², y what the source's MLP gives for the same input
-    oracle      the routed experts with most mass on a token, which no router can know without computing them all
+    perplexity  of held-out text
+    agreement   how often the most likely next token is the source's
+    error       of an MLP on held-out text: ‖y − ŷ‖² / ‖y‖², y what the source's MLP gives
+    oracle      the routed experts with most mass on a token, which no router can know
 
 Not all layers need as many parts. `carve.allocate` finds how many each is to have active.
 """
@@ -150,7 +150,7 @@ def _whole(experts: int, perplexity: float) -> Point:
 
 
 def _parts(fraction: float, experts: int) -> int:
-    """How many of the parts a fraction is. Raises UsageError where it is none."""
+    """Return how many parts a fraction is. Raises UsageError where it is no fraction."""
     if not 0 < fraction <= 1:
         raise UsageError(
             f"{fraction:.0%} of the experts active", "give percentages up to 100, like 25,50,75"

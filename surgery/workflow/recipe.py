@@ -1,7 +1,7 @@
 """A recipe is data: a YAML file that says all of a surgery, so that one command repeats it.
 
     source: Qwen/Qwen3-8B              # a folder, a file, a Hub id, or `demo`, the embedded model
-    calibration: {tokens: 32768}       # of every operation that takes one and does not say otherwise
+    calibration: {tokens: 32768}       # of every operation that takes one and has none of its own
     operations:
       - operation: relufy
         activation: relu
@@ -81,23 +81,19 @@ class Recipe:
 
 
 def folder() -> Path:
-    """The shipped recipes: inside the package where it is installed, at the root of a checkout."""
+    """Return the folder of the shipped recipes: in the package, or at the root of a checkout."""
     package = Path(__file__).parent.parent
     return package / "recipes" if (package / "recipes").is_dir() else package.parent / "recipes"
 
 
 def shipped() -> dict[str, str]:
-    """The names of the shipped recipes, each with the first line of its file, a comment that says
-    what it is.
-    """
-    return {
-        p.stem: p.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-        for p in sorted(folder().glob("*.yaml"))
-    }
+    """Return the shipped recipes by name, each with the first line of its file: what it does."""
+    texts = {p.stem: p.read_text(encoding="utf-8") for p in sorted(folder().glob("*.yaml"))}
+    return {name: text.partition("\n")[0].lstrip("# ") for name, text in texts.items()}
 
 
 def read(name: str | Path) -> str:
-    """The text of a recipe: a file, or a shipped one by its name."""
+    """Return the text of a recipe: a file, or a shipped one by its name."""
     path = Path(name)
     if not path.is_file() and path.name == str(name):
         path = folder() / f"{name}.yaml"
@@ -105,31 +101,31 @@ def read(name: str | Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError:
         near = difflib.get_close_matches(Path(name).stem, list(shipped()), 1)
-        raise SurgeryError(
-            f"no recipe {name}",
-            f"did you mean {near[0]}?"
-            if near
-            else f"give a file, or a shipped one: {', '.join(shipped())}",
-        ) from None
+        known = f"give a file, or a shipped one: {', '.join(shipped())}"
+        hint = f"did you mean {near[0]}?" if near else known
+        raise SurgeryError(f"no recipe {name}", hint) from None
     except ValueError:
         raise SurgeryError(f"{path} is no text in UTF-8", "give a recipe, a YAML file") from None
 
 
 def load(name: str | Path, changes: Sequence[str] = ()) -> Recipe:
-    """A recipe file, or a shipped recipe by its name. `changes` are "dotted.key=value", the value
-    in YAML, list items by their number. Raises SurgeryError with the line of what is not
-    understood."""
+    """Read a recipe file, or a shipped recipe by its name.
+
+    Args:
+        changes: "dotted.key=value", the value in YAML, list items by their number.
+
+    Raises SurgeryError with the line of what is not understood.
+    """
     return parse(read(name), str(name), changes)
 
 
 def parse(text: str, name: str, changes: Sequence[str] = ()) -> Recipe:
-    """The recipe in a text; `name` is what errors call it."""
+    """Return the recipe in a text, which errors call `name`."""
     data, lines = recipe_text.read(text, name)
     for change in changes:
         path = recipe_text.change(data, change)
-        lines = {k: v for k, v in lines.items() if k[: len(path)] != path} | {
-            path: f"--set {change}"
-        }
+        kept = {k: v for k, v in lines.items() if k[: len(path)] != path}
+        lines = kept | {path: f"--set {change}"}
     for found in _violations(data):
         known = (lines.get(found.path[:n]) for n in range(len(found.path), 0, -1))
         where = next(filter(None, known), name)  # its own line, or that of what it stands in
@@ -142,14 +138,14 @@ def parse(text: str, name: str, changes: Sequence[str] = ()) -> Recipe:
 
 
 def _of_what(path: schema.Keys, data: Mapping[str, Any]) -> str:
-    """The operation that is at fault."""
+    """Return the name of the operation at fault, to stand before a message."""
     if len(path) > 2 and path[0] == "operations" and path[2] != "operation":
         return f"{data['operations'][path[1]]['operation']}: "
     return ""
 
 
 def _entry(entry: dict[str, Any]) -> dict[str, Any]:
-    """An operation with the layers of "0-7,12" as numbers."""
+    """Return an operation with its layers as numbers, also where the file has "0-7,12"."""
     text = entry.get("layers")
     if isinstance(text, str) and text[:1].isdigit():
         return entry | {"layers": sorted(parse_layers(text) or ())}
@@ -157,7 +153,7 @@ def _entry(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_layers(text: str | None) -> set[int] | None:
-    """Layer numbers from "0-7,12,20-23". Raises UsageError for anything else."""
+    """Return the layer numbers of "0-7,12,20-23". Raises UsageError for anything else."""
     if text is None:
         return None
     chosen: set[int] = set()
@@ -173,7 +169,7 @@ def parse_layers(text: str | None) -> set[int] | None:
 
 
 def json_schema() -> schema.Schema:
-    """The JSON schema of a recipe, for editors: every operation with its parameters."""
+    """Return the JSON schema of a recipe, for editors: every operation with its parameters."""
     known = _frame()
     known["properties"]["operations"]["items"] = {
         "anyOf": [_operation(name) for name in operations.names()]
@@ -186,7 +182,7 @@ def json_schema() -> schema.Schema:
 
 
 def _frame() -> schema.Schema:
-    """The schema of a recipe but for the parameters of its operations."""
+    """Return the schema of a recipe without the parameters of its operations."""
     known = schema.of_dataclass(Recipe)
     parts = known["properties"]
     parts["calibration"] |= schema.of_dataclass(Calibration)
@@ -220,14 +216,14 @@ def _violations(data: Mapping[str, Any]) -> Iterator[schema.Violation]:
 
 
 def location(recipe: Recipe) -> str:
-    """What it begins with."""
+    """Return where the source is."""
     if recipe.source is None:
         raise SurgeryError("the recipe names no source", "give one with --set source=MODEL")
     return str(MODEL) if recipe.source == DEMO else recipe.source
 
 
 def open_source(recipe: Recipe) -> Checkpoint:
-    """The checkpoint that it begins with."""
+    """Open the source."""
     return open_checkpoint(location(recipe), revision=recipe.revision)
 
 
@@ -292,13 +288,13 @@ def _portable(operation: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _absolute(location: str) -> str:
-    """A path that is there, as an absolute one; anything else as it is."""
+    """Return a path that exists as an absolute one, anything else as it is."""
     path = Path(location).expanduser()
     return str(path.resolve()) if path.exists() else location
 
 
 def dump(recipe: Recipe) -> str:
-    """The recipe as YAML, without what is as by default."""
+    """Return the recipe as YAML, without what is as by default."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -310,11 +306,8 @@ def dump(recipe: Recipe) -> str:
 
     for kind in (list, tuple):
         Dumper.add_representer(kind, represent_list)
-    data = {
-        f.name: v
-        for f in fields(recipe)
-        if (v := getattr(recipe, f.name)) not in (None, {}, f.default)
-    }
+    values = ((f, getattr(recipe, f.name)) for f in fields(recipe))
+    data = {f.name: value for f, value in values if value not in (None, {}, f.default)}
     if recipe.push:
         data["push"] = asdict(recipe.push)
     return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))

@@ -12,9 +12,7 @@ MAX_TEXT, MAX_BRACKETS, MAX_KEYS, MAX_DEPTH = 1_000_000, 1000, 10_000, 50
 
 
 def loader() -> Any:
-    """SafeLoader that takes 1e-3 for the number that YAML 1.2 says it is; PyYAML alone reads
-    text.
-    """
+    """Return a SafeLoader that reads 1e-3 as a number, as YAML 1.2 does and PyYAML does not."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -26,22 +24,18 @@ def loader() -> Any:
 
 
 def read(text: str, name: str) -> tuple[dict[str, Any], dict[Keys, str]]:
-    """The value, and "FILE, line N" of every key and item in it."""
+    """Return the value in a text, and "FILE, line N" of every key and item in it."""
     import yaml
 
     lines: dict[Keys, str] = {}
-    if (
-        len(text) > MAX_TEXT or text.count("[") + text.count("{") > MAX_BRACKETS
-    ):  # PyYAML takes their square in time
-        raise SurgeryError(
-            f"{name} is no recipe: {len(text):,} characters, {text.count('[') + text.count('{'):,} brackets",
-            "give a recipe, a YAML file",
-        )
+    brackets = text.count("[") + text.count("{")  # PyYAML takes their square in time
+    if len(text) > MAX_TEXT or brackets > MAX_BRACKETS:
+        what = f"{name} is no recipe: {len(text):,} characters, {brackets:,} brackets"
+        raise SurgeryError(what, "give a recipe, a YAML file")
 
     def visit(node: Any, path: Keys) -> None:
-        if (
-            len(lines) > MAX_KEYS or len(path) > MAX_DEPTH
-        ):  # a few aliases of aliases are billions of keys
+        # A few aliases of aliases are billions of keys.
+        if len(lines) > MAX_KEYS or len(path) > MAX_DEPTH:
             raise SurgeryError(
                 f"{name} has more than {MAX_KEYS} keys, or one inside more than {MAX_DEPTH}",
                 "write it without aliases",
@@ -84,7 +78,7 @@ def read(text: str, name: str) -> tuple[dict[str, Any], dict[Keys, str]]:
 
 
 def change(data: dict[str, Any], text: str) -> Keys:
-    """Put the value of "operations.0.experts=4" in its place; its path."""
+    """Put the value of "operations.0.experts=4" in its place, and return the path of that."""
     import yaml
 
     key, equals, value = text.partition("=")

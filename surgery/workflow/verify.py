@@ -109,7 +109,7 @@ def require_names(source: Checkpoint, output: Checkpoint) -> None:
         if not row.passed:
             raise SurgeryError(
                 f"{row.check}: {row.detail[0]} ({row.value} such)",
-                "the checkpoint does not fit its config.json: fetch it again, or mend the config",
+                "the checkpoint does not fit its config.json: download it again, or repair that",
             )
 
 
@@ -120,7 +120,7 @@ def check_files(
     fresh: Iterable[str],
     observer: Observer,
 ) -> tuple[list[Row], dict[str, Digest]]:
-    """Check that shards are as recorded, that no other weights lie there, that values are finite."""
+    """Check that shards are as recorded, no other weights lie there, and values are finite."""
     from surgery.proof.verification import none_of
 
     unread = sum(s["bytes"] for name, s in shards.items() if name not in fresh)
