@@ -14,6 +14,7 @@ from surgery.operations.splinify import splinify
 from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint
 from surgery.workflow.convert import convert_alone
+from surgery.workflow.settle import settle
 from surgery.workflow.verify import verify_folder
 
 if TYPE_CHECKING:
@@ -37,13 +38,30 @@ __all__ = [
 
 
 def open(location: str | Path, *, revision: str | None = None) -> Checkpoint:
-    """A checkpoint from a folder, a .safetensors file or a Hub id; reads headers alone."""
+    """Open a checkpoint: a folder, a .safetensors file, a Hub id or a URL. Reads headers alone.
+
+    Args:
+        location: like "./my-model", "Qwen/Qwen3-8B", "Qwen/Qwen3-8B@main" or "s3://bucket/model".
+        revision: branch, tag or commit of a Hub id.
+
+    Raises SurgeryError for what is no checkpoint, or not a whole one.
+
+    Example:
+        >>> source = surgery.open("Qwen/Qwen3-8B")
+        >>> source.parameters
+        8190735360
+    """
     return open_checkpoint(location, revision=revision)
 
 
 def inspect(checkpoint: Checkpoint) -> Weights:
-    """Where the weights are: parameters by role and layer, active parameters, FLOPs. Reads no
-    weight.
+    """Weigh a checkpoint: parameters by role and layer, active ones, bytes, FLOPs of a token.
+
+    Reads no weight.
+
+    Example:
+        >>> weights = surgery.inspect(surgery.open("Qwen/Qwen3-8B"))
+        >>> weights.parameters(), weights.active(), weights.flops()
     """
     from surgery.analysis.weigh import weigh
 
@@ -59,18 +77,28 @@ def analyze(
     device: str | None = None,
     dtype: str | None = None,
 ) -> Analysis:
-    """What the MLPs do on text (docs/analyze.md): one walk, a layer in memory at a time. The
-    checkpoint may be the result of operations that was never written.
+    """Measure what the MLPs do on text, in one walk with a layer in memory at a time.
+
+    The checkpoint may be the result of operations that was never written.
 
     Args:
         text: a file, a folder or a .jsonl; the embedded calibration text by default.
-        device, dtype: "cuda", "bf16", …; by default the fastest there is.
+        tokens: how many tokens to measure on.
+        sequence_length: tokens of a window.
+        device: "cuda", "mps" or "cpu"; by default the fastest there is.
+        dtype: "bf16", "fp16" or "fp32"; by default the fastest there is.
+
+    Raises SurgeryError where the model or the text cannot be read.
+
+    Example:
+        >>> found = surgery.analyze(surgery.open("./my-model"), tokens=4096)
+        >>> [layer.mlp.gate.zero for layer in found.layers]
     """
     from surgery.analysis import analyze as analysis
     from surgery.calibration.data import sample_ids
     from surgery.calibration.walk import choose_device, choose_dtype
 
-    place = choose_device(device)
+    checkpoint, place = settle(checkpoint), choose_device(device)
     sample = sample_ids(
         checkpoint,
         tokens=tokens,
@@ -89,18 +117,24 @@ def write(
     hardlink: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write a checkpoint to the folder `out`, one tensor at a time; goes on with an interrupted
-    output of the same.
+    """Write a checkpoint to the folder `out`, one tensor at a time, and return the folder.
+
+    An interrupted output of the same checkpoint is gone on with. Calibrations run here.
 
     Args:
         max_shard_size: bytes, or text like "5GB" (the default).
         hardlink: link to source files that stay as they are, instead of copying them.
+        trust_remote_code: let code that comes with the source run.
 
     Raises SurgeryError, before the first byte, for a folder that is not ours to write or a disk
     that is too small.
+
+    Example:
+        >>> source = surgery.open("Qwen/Qwen3-8B")
+        >>> surgery.write(surgery.upcycle(source, experts=8), "Qwen3-8B-moe")
     """
     size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    return convert_alone(
+    result = convert_alone(
         checkpoint,
         checkpoint,
         Path(out),
@@ -108,11 +142,22 @@ def write(
         hardlink=hardlink,
         verify=False,
         trust_remote_code=trust_remote_code,
-    ).folder
+    )
+    return result.folder
 
 
 def verify(source: Checkpoint, out: str | Path, *, trust_remote_code: bool = False) -> Verification:
-    """Prove the output in the folder `out` against the source it was made from; the result goes
-    into its surgery.json.
+    """Prove the output in the folder `out` against the source it was made from.
+
+    The result also goes into its surgery.json.
+
+    Args:
+        trust_remote_code: let code that comes with the checkpoints run.
+
+    Raises SurgeryError for a folder that surgery did not write.
+
+    Example:
+        >>> surgery.verify(surgery.open("Qwen/Qwen3-8B"), "Qwen3-8B-moe").passed
+        True
     """
     return verify_folder(source, Path(out), trust_remote_code)

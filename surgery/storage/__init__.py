@@ -4,6 +4,7 @@ from surgery.storage.reader import open_checkpoint
 from surgery.storage.writer import (
     Written,
     add,
+    check_place,
     check_space,
     check_target,
     finish,
@@ -14,6 +15,7 @@ from surgery.storage.writer import (
 __all__ = [
     "Written",
     "add",
+    "check_place",
     "check_space",
     "check_target",
     "finish",

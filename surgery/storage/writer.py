@@ -150,12 +150,8 @@ def finish(out: Path, record: dict[str, object], files: Mapping[str, bytes] | No
 # --- the folder -----------------------------------------------------------------------------------
 
 
-def check_target(plan: Plan, out: Path, source: Checkpoint) -> None:
-    """Raise SurgeryError unless `out` may be written.
-
-    It may if it is outside the source and the Hub cache, and is new, empty or an output of this
-    plan.
-    """
+def check_place(out: Path, source: Checkpoint) -> None:
+    """Raise SurgeryError where nothing may be written: in the source, in the Hub cache, at a file."""
     resolved = out.resolve()
     for folder, what in ((source.source.folder, "the source"), (_hub_cache(), "the Hub cache")):
         if folder and resolved.is_relative_to(Path(folder).resolve()):
@@ -165,6 +161,11 @@ def check_target(plan: Plan, out: Path, source: Checkpoint) -> None:
             )
     if out.exists() and not out.is_dir():
         raise SurgeryError(f"the output {out} is a file", "give a folder with --out")
+
+
+def check_target(plan: Plan, out: Path, source: Checkpoint) -> None:
+    """Raise SurgeryError unless `out` may be written: it is new, empty or an output of this plan."""
+    check_place(out, source)
     # A run that was killed before the marker was written leaves these files at most.
     leftovers = {_partial(out / MARKER).name, LOCK, HELD}
     if not out.exists() or {p.name for p in out.iterdir()} <= leftovers:

@@ -14,7 +14,16 @@ from surgery import finetune as training
 from surgery.checkpoint import Checkpoint, Plan, make_plan
 from surgery.errors import SurgeryError
 from surgery.report import card
-from surgery.storage import Written, add, check_space, check_target, finish, is_finished, write
+from surgery.storage import (
+    Written,
+    add,
+    check_place,
+    check_space,
+    check_target,
+    finish,
+    is_finished,
+    write,
+)
 from surgery.storage.lock import held
 from surgery.storage.processes import Group
 from surgery.storage.record import read_record
@@ -95,6 +104,7 @@ def convert(
     """
     observer, group = observer or Silent(), group or Group()
     require_trust(source, trust_remote_code)
+    check_place(out, source)
     output = settle(output, scratch(out), observer, group)
     run = _Run(
         source=source,
