@@ -14,7 +14,7 @@ from models import LAYERS, sample_ids, save_model
 
 from surgery.checkpoint import Checkpoint, make_plan
 from surgery.operations.upcycle import upcycle
-from surgery.proof.routing import Routing, measure, rows
+from surgery.proof.routing import Routing, measure
 from surgery.proof.verification import verify
 from surgery.storage import open_checkpoint, write
 
