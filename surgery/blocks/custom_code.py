@@ -19,6 +19,7 @@ from surgery.blocks import block_config
 from surgery.blocks.block_config import AUTO_MAP
 from surgery.blocks.preconditions import require_plain
 from surgery.checkpoint import Checkpoint, GeneratedFile
+from surgery.checkpoint.config import BLOCKS
 from surgery.families import locate
 
 NEEDS_TRUST = (
@@ -26,27 +27,19 @@ NEEDS_TRUST = (
     "other runtimes (llama.cpp, vLLM) cannot run it"
 )
 SHELL = "modeling_surgery.py"
-KINDS: Mapping[str, tuple[str, str]] = {  # kind -> file, class
-    "gathered": ("gathered_mlp", "GatheredMLP"),
-    "sparse": ("sparse_mlp", "SparseMLP"),
-    "experts": ("experts_mlp", "ExpertsMLP"),
-    "spline": ("spline_mlp", "SplineMLP"),
-    "memory": ("memory_mlp", "with_memory"),
-}
-NEEDS = {
-    "experts": "sparse"
-}  # whose file it imports from; transformers 4 copies only what the shell imports itself
+# A kind whose file imports from another's: transformers 4 copies only what the shell imports itself.
+NEEDS = {"experts": "sparse"}
 
 
 def files(base: str, kinds: Collection[str]) -> dict[str, bytes]:
     """The files that go beside the weights, by name."""
     needed = {*kinds, *(NEEDS[kind] for kind in kinds if kind in NEEDS)}
-    modules = [KINDS[kind][0] + ".py" for kind in sorted(needed)]
+    modules = [BLOCKS[kind][0] + ".py" for kind in sorted(needed)]
     return {SHELL: _shell(base, sorted(needed))} | {name: _read(name) for name in modules}
 
 
 def _shell(base: str, kinds: Iterable[str]) -> bytes:
-    chosen = [(kind, *KINDS[kind]) for kind in kinds]
+    chosen = [(kind, *BLOCKS[kind]) for kind in kinds]
     blocks = ", ".join(f'"{kind}": {name}' for kind, _, name in chosen)
     lines = {
         r"(from \.\w+ import \w+\n)+": "".join(
@@ -69,10 +62,10 @@ def _read(name: str) -> bytes:
 def is_ours(name: str, data: bytes) -> bool:
     """Whether a file of code is, byte for byte, what `files` gives."""
     if name != SHELL:
-        return name in {f"{module}.py" for module, _ in KINDS.values()} and data == _read(name)
+        return name in {f"{module}.py" for module, _ in BLOCKS.values()} and data == _read(name)
     base = re.search(rb'^BASE = "([a-z0-9_]+)"$', data, re.MULTILINE)
     modules = [m.decode() for m in re.findall(rb"^from \.(\w+) import", data, re.MULTILINE)]
-    found = [kind for kind, (module, _) in KINDS.items() if module in modules]
+    found = [kind for kind, (module, _) in BLOCKS.items() if module in modules]
     return base is not None and data == _shell(base[1].decode(), sorted(found))
 
 

@@ -48,14 +48,20 @@ _LISTS = {
     "no_rope_layers": "integer",
     "mlp_only_layers": "integer",
 }
-# The kinds of custom-code blocks; their code is in surgery/blocks.
-KINDS = ("gathered", "sparse", "experts", "spline", "memory")
+# The kinds of custom-code blocks: the file in surgery/blocks, and what makes the block in it.
+BLOCKS: dict[str, tuple[str, str]] = {
+    "gathered": ("gathered_mlp", "GatheredMLP"),
+    "sparse": ("sparse_mlp", "SparseMLP"),
+    "experts": ("experts_mlp", "ExpertsMLP"),
+    "spline": ("spline_mlp", "SplineMLP"),
+    "memory": ("memory_mlp", "with_memory"),
+}
 _PATHS, _SIZES = ("mlp", "gate", "up", "down"), ("experts", "width", "top_k", "shared_neurons")
 _BLOCK: Schema = {
     "type": "object",
     "required": ["kind", "layers", *_PATHS],
     "properties": {
-        "kind": {"enum": list(KINDS)},
+        "kind": {"enum": BLOCKS.keys()},
         "layers": {"type": "array", "items": {"type": "integer"}},
     }
     | {name: {"type": "string"} for name in (*_PATHS, "activation", "rule")}

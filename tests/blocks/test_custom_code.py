@@ -13,7 +13,7 @@ import transformers
 from models import MODELS, save_tokenizer
 
 from surgery.blocks import block_config, custom_code
-from surgery.checkpoint.config import KINDS as BLOCK_KINDS
+from surgery.checkpoint.config import BLOCKS
 from surgery.errors import SurgeryError
 from surgery.families import known
 
@@ -34,8 +34,8 @@ def test_only_the_lines_of_the_source_change() -> None:
 
 
 def test_only_the_kinds_in_use_come_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = {"sparse": ("sparse_mlp", "SparseMLP"), "a": ("a_mlp", "AMLP"), "b": ("b_mlp", "BMLP")}
-    monkeypatch.setattr(custom_code, "KINDS", kinds)
+    for kind, name in (("a", "AMLP"), ("b", "BMLP")):
+        monkeypatch.setitem(BLOCKS, kind, (f"{kind}_mlp", name))
     read = custom_code._read
     monkeypatch.setattr(
         custom_code, "_read", lambda name: b"" if name[:2] in ("a_", "b_") else read(name)
@@ -112,8 +112,9 @@ def test_a_second_operation_adds_to_the_first() -> None:
         block_config.config_changes(twice, [first | {"layers": [1, 3]}])
 
 
-def test_the_kinds_that_a_config_may_name_are_those_that_there_is_code_for() -> None:
-    assert sorted(BLOCK_KINDS) == sorted(custom_code.KINDS)
+def test_there_is_code_for_each_kind_that_a_config_may_name() -> None:
+    for module, name in BLOCKS.values():
+        assert f" {name}(" in (FOLDER / f"{module}.py").read_text()
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from travelling import CASES, added, family_of, hook, write
 from surgery.blocks import block_config, custom_code
 from surgery.calibration import stock
 from surgery.calibration.walk import Walk
+from surgery.checkpoint.config import BLOCKS
 from surgery.storage import open_checkpoint
 
 
@@ -202,9 +203,7 @@ def test_blocks_follow_one_another(
     """A second kind, around the sparse block of layer 0 and the stock MLP of layer 2; another
     sparse block in layer 1.
     """
-    monkeypatch.setattr(
-        custom_code, "KINDS", {**custom_code.KINDS, "negative": ("negative_mlp", "NegativeMLP")}
-    )
+    monkeypatch.setitem(BLOCKS, "negative", ("negative_mlp", "NegativeMLP"))
     read = custom_code._read
     monkeypatch.setattr(
         custom_code, "_read", lambda name: NEGATIVE if name == "negative_mlp.py" else read(name)
