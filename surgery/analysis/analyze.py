@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from surgery.analysis import sparsity
 from surgery.analysis.devices import Cost, Device
+from surgery.analysis.fingerprint import fingerprint
 from surgery.analysis.sparsity import Linearity, Part, Truncation
 from surgery.analysis.weigh import Weights, weigh
 from surgery.calibration import collectors
@@ -274,7 +275,10 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Analysis:
-    """The figures of every layer, the sample they were measured on, and sums over the layers."""
+    """The figures of every layer, the sample they were measured on, and sums over the layers.
+
+    `fingerprint` is that of the model (fingerprint.py): thresholds are taken for it alone.
+    """
 
     source: str
     model_type: str
@@ -283,6 +287,7 @@ class Analysis:
     sample: Sample
     layers: tuple[LayerAnalysis, ...]
     weights: Weights
+    fingerprint: str = ""
 
     @property
     def mlps(self) -> list[MlpStatistics]:
@@ -361,6 +366,7 @@ class Analysis:
                 "source": self.source,
                 "model_type": self.model_type,
                 "activation": self.activation,
+                "fingerprint": self.fingerprint,
                 "dtype": self.dtype,
                 "sample": self.sample.as_dict(),
                 "events": {
@@ -551,6 +557,7 @@ def analyze(
         sample=sample,
         layers=tuple(layers),
         weights=weights,
+        fingerprint=fingerprint(checkpoint),
     )
 
 

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.activations import ACT2FN
 
+from surgery.analysis.fingerprint import fingerprint
 from surgery.blocks.rules import RULES
 from surgery.calibration.collectors import Distribution, edges
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError, UsageError
-from surgery.families import locate
 
 # Takes the distributions of a layer, the sparsity and the activation; returns a threshold.
 Quantile = Callable[[Mapping[str, Distribution], float, str], float]
@@ -44,21 +44,32 @@ def thresholds(
             f"use --analysis with one of {', '.join(served)}",
         )
     report, tensors = _read(folder)
-    found = {layer["layer"]: layer for layer in report["layers"]}
-    blocks = locate(checkpoint)
+    if report.get("fingerprint") != fingerprint(checkpoint):
+        raise SurgeryError(
+            f"{folder} is the analysis of another model than {checkpoint.source.location}",
+            f"analyze this very model: surgery analyze MODEL --out {folder}",
+        )
+    act, how = str(report["activation"]), RULES[rule]
+    chosen = []
     for index in layers:
-        width, seen = blocks.mlp(index).width, (found.get(index) or {}).get("mlp") or {}
-        if seen.get("width") != width or len(found) != blocks.count:
+        try:
+            seen = _distributions(_mlp_of(report, index), index, tensors)
+            chosen.append(_QUANTILES[how.cuts](seen, sparsity, act))
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as e:
             raise SurgeryError(
-                f"{folder} analyses {len(found)} layers, with {seen.get('width')} neurons in layer "
-                f"{index}; the model has {blocks.count} layers, with {width} neurons there",
-                "give the analysis of this very model",
-            )
-    act = str(report["activation"])
-    quantile, least = _QUANTILES[RULES[rule].cuts], RULES[rule].least
-    each = (_distributions(found[i]["mlp"], i, tensors) for i in layers)
-    chosen = [quantile(of, sparsity, act) for of in each]
-    return chosen if least is None else [max(least, t) for t in chosen]
+                f"{folder} has no whole figures of the MLP of layer {index} ({type(e).__name__})",
+                f"leave the layer out, or analyze again: surgery analyze MODEL --out {folder}",
+            ) from None
+    return chosen if how.least is None else [max(how.least, t) for t in chosen]
+
+
+def _mlp_of(report: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """Return the figures of the MLP of decoder layer `index`. Raises KeyError without them."""
+    found = [layer["mlp"] for layer in report["layers"] if layer["layer"] == index]
+    if len(found) != 1 or not found[0]:
+        raise KeyError(index)
+    mlp: Mapping[str, Any] = found[0]
+    return mlp
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -45,7 +45,7 @@ def test_an_analysis_of_another_model_is_refused(call: Call, model: Path, tmp_pa
     other = write_llama(tmp_path / "other", layers=2)
     assert call("analyze", other, *TOKENS, "--out", tmp_path / "report", "--quiet").code == 0
     wanted = ("relufy", model, "--activation", "teal", "--repair", "none", "--analysis")
-    assert_two_lines(call(*wanted, tmp_path / "report"), "analyses 2 layers")
+    assert_two_lines(call(*wanted, tmp_path / "report"), "is the analysis of another model")
     assert_two_lines(call(*wanted, tmp_path / "nothing"), "no analysis in")
     assert_two_lines(call(*wanted, tmp_path / "report", "--activation", "drelu"), "drelu", code=2)
 
