@@ -1,0 +1,89 @@
+"""What the documentation site takes from elsewhere: mkdocs calls these functions as it builds.
+
+1. README.md is the home page and CONTRIBUTING.md a page; links between them and docs/ are rewritten.
+2. A line `<!-- surgery COMMAND -->` in a page is replaced by what that command prints: help texts,
+   and the tables of families and recipes. So they never differ from the code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)#]+)(#[^)]*)?\)")
+MARK = re.compile(r"^<!-- surgery (.+) -->$", re.MULTILINE)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages whose text lies outside docs/."""
+    for source, page in PAGES.items():
+        text = LINK.sub(_relinked, (ROOT / source).read_text("utf-8"))
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put in what the commands print."""
+    return MARK.sub(lambda match: _printed(match[1].split()), markdown)
+
+
+def _relinked(match: re.Match[str]) -> str:
+    """A link of a page at the root, as it must be in docs/. Of other files only the text is kept:
+    the site does not have them.
+    """
+    image, text, path, anchor = match[1], match[2], match[3], match[4] or ""
+    if path in PAGES:
+        return f"[{text}]({PAGES[path]}{anchor})"
+    if path.startswith("docs/"):
+        return f"{image}[{text}]({path.removeprefix('docs/')}{anchor})"
+    return text
+
+
+def _printed(command: list[str]) -> str:
+    if command == ["families"]:
+        return _families(json.loads(_run("families", "--json")))
+    if command == ["recipes"]:
+        return _recipes(json.loads(_run("recipes", "--json")))
+    return f"```text\n{_run(*command).rstrip()}\n```"
+
+
+def _run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "surgery", *arguments],
+        cwd=ROOT,  # `python -m` looks there first: this checkout, not another that is installed
+        env=os.environ | {"COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def _families(families: list[dict[str, Any]]) -> str:
+    """The table of `surgery families --json`."""
+    rows = [
+        "| model_type | MLP | activation | `upcycle` to | `relufy` | `carve`, `memory`, `splinify` |",
+        "|---|---|---|---|---|---|",
+    ]
+    for family in families:
+        targets = ", ".join(family["upcycle"]) or "no"
+        relufy = ", ".join(family["relufy"]) or "no"
+        blocks = "yes" if family["blocks"] else "no"
+        cells = (f"`{family['model_type']}`", family["mlp"], family["activation"], targets)
+        rows.append(f"| {' | '.join((*cells, relufy, blocks))} |")
+    return "\n".join(rows)
+
+
+def _recipes(recipes: dict[str, str]) -> str:
+    """Each shipped recipe with its text, whose first line says what it does."""
+    texts = {name: _run("recipes", "show", name).rstrip() for name in recipes}
+    return "\n\n".join(f"### `{name}`\n\n```yaml\n{text}\n```" for name, text in texts.items())
