@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,17 +17,26 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from surgery.checkpoint import Checkpoint
+from surgery.report import summary
 from surgery.workflow.convert import Result
+
+PIPED = 120  # columns of a pipe, which has no width: rich would assume 80 and wrap the tables
 
 
 class Bars:
-    """Progress bars, in bytes with the time left; none where stderr is not a terminal."""
+    """Progress bars with the time left; in a log that is no terminal, a line for each stage."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
 
     @contextmanager
     def stage(self, title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        """Show a stage of `total` units (0: unknown)."""
+        if not self.quiet and not sys.stderr.isatty():
+            started = time.monotonic()
+            yield lambda n: None
+            click.echo(f"{title}: done in {time.monotonic() - started:.1f} s", err=True)
+            return
         from tqdm import tqdm
 
         scaled = unit == "B"
@@ -45,8 +58,8 @@ def show(report: RenderableType) -> None:
     if isinstance(report, str):
         return click.echo(report)
     console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 120  # a pipe has no width: rich would assume 80 columns and wrap the tables
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
+        console.width = PIPED
     console.print(report)
 
 
@@ -110,21 +123,46 @@ def _downloads(plan: dict[str, Any]) -> str:
 
 
 def show_result(result: Result, *, quiet: bool) -> None:
-    """The outcome of a conversion."""
+    """Show the outcome of a conversion: what changed first, what to do next last."""
     if quiet:
         return
     size = sum(s["bytes"] for s in result.record["shards"].values())
-    how = (
-        " (was there already)"
-        if result.already
-        else f" (resumed: {result.resumed} shards)"
-        if result.resumed
-        else ""
-    )
+    resumed = f" (resumed: {result.resumed} shards)" if result.resumed else ""
+    how = " (was there already)" if result.already else resumed
     show(f"wrote {gigabytes(size)} to {result.folder}{how}")
-    show_notes(result.notes)
-    if result.verification:
-        show(verification_table(result.verification.as_dict()))
+    verification = None if result.verification is None else result.verification.as_dict()
+    if verification:
+        show_verification(verification)
+    show_notes([*result.notes, *result.advice])
+    if verification is None or verification["passed"]:
+        show_next(result)
+    if verification and (bad := summary.damage(verification)):
+        show(f"{bad}. Try: {'; '.join(result.remedies)}")
+
+
+def show_verification(verification: dict[str, Any]) -> None:
+    """Show what was found: first what changed, then the figures, then that the files are valid."""
+    show(summary.finding(verification))
+    show(verification_table(verification))
+    show(summary.files_line(verification))
+
+
+def show_next(result: Result) -> None:
+    """Show the commands that come next, ready to copy."""
+    folder = shlex.quote(str(result.folder))
+    trust = ", trust_remote_code=True" if result.custom_code else ""
+    load = f"AutoModelForCausalLM.from_pretrained({json.dumps(str(result.folder))}{trust})"
+    python = f"from transformers import AutoModelForCausalLM; print({load})"
+    commands = {
+        "load": f"python -c {shlex.quote(python)}",
+        "bench": f"surgery bench {folder}" if result.has_zeros else "",
+        "train": f"python {folder}/finetune/finetune.py --help",
+        "publish": f"surgery push {folder} OWNER/NAME" if result.verification else "",
+    }
+    show("Next:")
+    for name, command in commands.items():
+        if command:
+            show(f"  {name:8} {command}")
 
 
 def report_failure(folder: Path) -> None:
@@ -141,26 +179,32 @@ def show_notes(notes: list[str]) -> None:
 
 
 def verification_table(verification: dict[str, Any]) -> Table:
-    """The rows of a verification."""
-    word = "passed" if verification["passed"] else "FAILED"
+    """Return the rows of a verification; checks of files only where they fail."""
     sample = verification.get("sample") or {}
-    where = (
-        f" on {sample['sequences']} × {sample['length']} tokens, {sample['source']}"
-        if sample
-        else ""
-    )
-    table = Table(title=f"Verification {word}{where}", title_justify="left")
+    where = ""
+    if sample:
+        where = f", on {sample['sequences']} × {sample['length']} tokens of {sample['source']}"
+    table = Table(title=f"Checks and figures{where}", title_justify="left")
     for column in ("check", "value", "limit", ""):
         table.add_column(column, justify="left" if column == "check" else "right")
     for row in verification["rows"]:
+        if row["passed"] and row.get("key") in summary.FILES:
+            continue
         limit = f"{row['relation']} {number(row['limit'])}" if "limit" in row else ""
         mark = ("ok" if row["passed"] else "FAILED") if limit else ""
         table.add_row(row["check"], number(row["value"]), limit, mark)
-        detail = row["detail"] or [f"layer {i}: {v}" for i, v in row.get("layers", ())]
-        if detail and (not row["passed"] or row.get("warns")):
+        detail = _detail(row)
+        if detail:
             shown = detail[:5] + (["…"] if len(detail) > 5 else [])
             table.add_row("  " + "\n  ".join(shown), "", "", "")
     return table
+
+
+def _detail(row: dict[str, Any]) -> list[str]:
+    """Return the further lines of a row, where a person should see them."""
+    if row["passed"] and not row.get("warns") and row.get("key") != "config_fields_ignored":
+        return []
+    return list(row["detail"]) or [f"layer {i}: {number(v)}" for i, v in row.get("layers", ())]
 
 
 def number(value: Any) -> str:

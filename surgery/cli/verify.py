@@ -45,7 +45,7 @@ def verify_command(
     if as_json:
         screen.echo_json(verification.as_dict())
     elif not quiet:
-        screen.show(screen.verification_table(verification.as_dict()))
+        screen.show_verification(verification.as_dict())
     if not verification.passed:
         screen.report_failure(output)
     return 0 if verification.passed else 1

@@ -23,8 +23,7 @@ from surgery.calibration.observe import tapped
 from surgery.calibration.walk import Walk
 from surgery.checkpoint import Checkpoint, Progress, constant
 from surgery.families import find
-
-TEXTS = {"evaluation": "held-out speeches", "second": "another domain"}
+from surgery.proof.texts import TEXTS
 
 
 @dataclass(kw_only=True)

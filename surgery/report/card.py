@@ -9,6 +9,7 @@ last line of ours is a hash of the others.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from typing import Any
 
 from surgery.analysis.weigh import weigh
 from surgery.checkpoint import Checkpoint
-from surgery.demo import MODEL
-from surgery.report import layers, methods
+from surgery.demo import DEMO
+from surgery.report import layers, methods, summary
 from surgery.report.inspection import quantity
 
 NAME = "README.md"
@@ -56,12 +57,20 @@ def files(
     }
 
 
-def renamed(folder: Path, old: str, new: str) -> dict[str, bytes]:
-    """A card of ours that loads the model by another name; nothing where somebody has edited it."""
+def renamed(folder: Path, new: str) -> dict[str, bytes]:
+    """Return a card of ours that loads the model by another name, for instance a Hub id.
+
+    It is empty where somebody has edited the card.
+    """
     if not is_ours(folder):
         return {}
     text = (folder / NAME).read_text(encoding="utf-8").rpartition("<!--")[0]
-    return {NAME: _sealed(text.replace(f'name = "{old}"', f'name = "{new}"'))}
+    return {NAME: _sealed(_renamed(text, new))}
+
+
+def _renamed(text: str, new: str) -> str:
+    text = re.sub(r"^name = .*$", f"name = {json.dumps(new)}", text, count=1, flags=re.MULTILINE)
+    return re.sub(r"(?<=pretrained=)[^, ]+", new, text, count=1)
 
 
 def is_ours(folder: Path) -> bool:
@@ -89,7 +98,8 @@ def render(
     recipe = folder / "recipe.yaml"
     return _template("card.md.j2").render(
         metadata=_metadata(output, record, followed, names),
-        name=record["name"],
+        name=folder.resolve().name.removesuffix(".staged"),
+        finding=_finding(record),
         source=_link(record["source"]),
         done=[(methods.done(o, p), methods.why(o)) for o, p in steps],
         exact=record["exact"],
@@ -98,10 +108,7 @@ def render(
         rows=table(source, output, record),
         figure=layers.NAME,
         shown=[panel.title for panel in layers.panels(record["verification"])],
-        looks_up=any(
-            b["kind"] == "memory" and b["slots"] != "neurons"
-            for b in output.config.get("surgery_blocks") or ()
-        ),
+        looks_up=_looks_up(output),
         verification=record["verification"],
         sample=((record["verification"] or {}).get("sample") or {}),
         trust=output.custom_code,
@@ -113,6 +120,19 @@ def render(
         ),
         papers=[paper.bibtex for paper in papers],
     )
+
+
+def _finding(record: Mapping[str, Any]) -> str:
+    """Return what the first paragraph says of function and cost."""
+    if record["verification"] is None:
+        return "Nothing of it was verified."
+    return summary.finding(record["verification"]) + "."
+
+
+def _looks_up(output: Checkpoint) -> bool:
+    """Return whether a token reads few rows of a large table."""
+    blocks = output.config.get("surgery_blocks") or ()
+    return any(b["kind"] == "memory" and b["slots"] != "neurons" for b in blocks)
 
 
 @cache
@@ -187,7 +207,7 @@ def _link(source: Mapping[str, Any]) -> str:
     """The source in Markdown; of a folder its name alone, as a path is nobody else's business."""
     location, revision = source["location"], source["revision"]
     if not revision:
-        if Path(location) == MODEL:
+        if location == DEMO:
             return "The model embedded in surgery"
         return f"`{location if '://' in location else Path(location).resolve().name}`"
     return f"[{location}](https://huggingface.co/{location}) at `{revision[:12]}`"
@@ -220,7 +240,7 @@ _WEIGHED: tuple[tuple[str, Any], ...] = (
 
 def _measured(verification: Mapping[str, Any] | None) -> list[TableRow]:
     """Return what the verification found of the source and of the output, in its order."""
-    rows = {r["key"]: r for r in (verification or {}).get("rows") or () if "key" in r}
+    rows = summary.rows_of(verification)
     return [found for key in rows if (found := _compared(key, rows)) is not None]
 
 

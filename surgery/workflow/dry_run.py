@@ -51,7 +51,7 @@ def describe(
         "free_space": shutil.disk_usage(existing).free,
         "exact": output.exact,
         "fingerprint": plan.fingerprint,
-        "notes": [n for step in output.steps for n in step.notes],
+        "notes": [n for step in output.steps for n in (*step.notes, *step.advice)],
     }
 
 

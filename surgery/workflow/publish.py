@@ -83,7 +83,7 @@ def push(
         require_token(repo)
     record = require_verified(folder)
     if not dry_run:
-        finish(folder, record, card.renamed(folder, record["name"], repo))
+        finish(folder, record, card.renamed(folder, repo))
     files = listing(folder)
     with hub_errors(repo):
         remote = _tree(api, repo, "main")
