@@ -240,7 +240,7 @@ class _Live:
         self.products += product.numel()
         self.live += int(torch.count_nonzero(product))
         opened = (
-            self.skipping._open(gate, self.skipping.threshold)
+            self.skipping.rule.opens(self.skipping.act, gate, self.skipping.threshold)
             if self.gate_first
             else torch.ones_like(product)
         )

@@ -250,13 +250,15 @@ def upcycle(
     work = work_of(begin, _mixture_of(job)) if begin.reads else None
     tensors = _tensors(job, work)
     exact = start.copies and _always_whole(job, tensors)
+    custom = job.choice.target is SURGERY
+    why, others = (job.choice.notes, ()) if custom else ((), job.choice.notes)
     step = Step(
         operation="upcycle",
         parameters=_parameters(job),
         exact=exact,
         layers=job.layers,
-        notes=(*job.notes, *_notes(job, exact)),
-        advice=(*job.choice.notes, *_advice(job)),
+        notes=(*job.notes, *why, *_notes(job, exact)),
+        advice=(*others, *_advice(job)),
         work=work,
     )
     return job.source.checkpoint.replace(step=step, tensors=tensors, **_written(job))

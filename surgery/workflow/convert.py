@@ -147,14 +147,15 @@ def convert(
         advice=[a for step in output.steps for a in step.advice],
         remedies=_remedies(output),
         custom_code=output.custom_code,
-        has_zeros=any(operations.find(s.operation).makes_zeros for s in output.steps),
+        has_zeros=any(r.makes_zeros for s in output.steps if (r := operations.known(s.operation))),
     )
 
 
 def _remedies(output: Checkpoint) -> list[str]:
     """Return what to try where the quality is too bad, each once."""
-    each = (operations.find(s.operation).remedies(s.asked) for s in output.steps)
-    return list(dict.fromkeys(remedy for remedies in each for remedy in remedies))
+    records = ((operations.known(s.operation), s) for s in output.steps)
+    each = (remedy for r, s in records if r for remedy in r.remedies(s.asked))
+    return list(dict.fromkeys(each))
 
 
 def convert_alone(source: Checkpoint, output: Checkpoint, out: Path, **options: Any) -> Result:

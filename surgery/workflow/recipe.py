@@ -299,8 +299,8 @@ def _given(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_paths(entry: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
     """Return the entry of an operation with `place` applied to every path in it."""
-    record, entry = operations.find(entry["operation"]), dict(entry)
-    for key in (*record.models, *record.files):
+    record, entry = operations.known(entry["operation"]), dict(entry)
+    for key in (*record.models, *record.files) if record else ():
         if key in entry:
             entry[key] = [place(location) for location in entry[key]]
     calibration = entry.get("calibration") or {}

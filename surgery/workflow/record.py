@@ -21,7 +21,8 @@ PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub")
 def suffix(checkpoint: Checkpoint) -> str:
     """Return what the steps amount to, as the end of a folder's name: "mixtral-8x-top2", "relu"."""
     steps = checkpoint.steps
-    return "-".join(operations.find(s.operation).suffix(s.parameters) for s in steps) or "copy"
+    records = ((operations.known(s.operation), s) for s in steps)
+    return "-".join(r.suffix(s.parameters) if r else s.operation for r, s in records) or "copy"
 
 
 def default_out(checkpoint: Checkpoint, suffix: str) -> Path:
@@ -78,9 +79,9 @@ def _place(source: Source, folder: Path | None) -> str:
 
 def _step(step: Step, folder: Path | None) -> dict[str, Any]:
     """Return a step's parameters, with paths as seen from the output's folder."""
-    record = operations.find(step.operation)
+    record = operations.known(step.operation)
     found: dict[str, Any] = {"operation": step.operation, **step.parameters}
-    for key in (*record.models, *record.files):
+    for key in (*record.models, *record.files) if record else ():
         if found.get(key):
             found[key] = [seen_from(folder, location) for location in found[key]]
     calibration = found.get("calibration") or {}

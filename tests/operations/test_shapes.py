@@ -79,7 +79,7 @@ def test_experts_chosen_one_by_one_are_torn_in_bf16(tmp_path: Path) -> None:
     plain = upcycle(open_checkpoint(tmp_path), target="mixtral", granularity=3, router_std=0.3)
     assert torn_copies(plain, many_ids(), shards=3, dtype=torch.bfloat16).torn > 0
     assert torn_copies(plain, many_ids(), shards=3, dtype=torch.float32).torn == 0
-    assert not plain.steps[-1].exact and "--target glm4_moe" in plain.steps[-1].notes[0]
+    assert not plain.steps[-1].exact and "--target glm4_moe" in plain.steps[-1].advice[0]
 
 
 def test_torn() -> None:
@@ -216,13 +216,17 @@ def test_a_width_that_grouped_kernels_refuse_is_said() -> None:
 def test_auto_says_why(model: str, options: dict[str, Any], target: str, said: str) -> None:
     part = {"partial_rotary_factor": 0.5} if model == "phi3" else {}
     step = upcycle(fake(model, **part), **options).steps[-1]
-    assert step.parameters["target"] == target and said in step.notes[0]
+    assert step.parameters["target"] == target and said in step.advice[0]
     named = upcycle(fake(model, **part), target=target, **options).steps[-1]
-    assert named.notes == step.notes[1:] and named.parameters == step.parameters
+    assert (
+        named.notes == step.notes
+        and named.advice == step.advice[1:]
+        and named.parameters == step.parameters
+    )
 
 
 def test_gpt_oss_is_for_transformers_5_alone_and_says_so(workshop: Workshop) -> None:
-    assert "gpt_oss" not in upcycle(fake("llama")).steps[-1].notes[0]
+    assert "gpt_oss" not in upcycle(fake("llama")).steps[-1].advice[0]
     for name in ONLY_5:
         assert any("transformers 5" in n for n in workshop.convert(name).checkpoint.steps[-1].notes)
 

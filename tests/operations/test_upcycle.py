@@ -438,6 +438,6 @@ def test_the_step_says_what_was_done() -> None:
         "seed": 7,
     }
     assert upcycle(fake("qwen3"), **step.parameters).steps[-1] == dataclasses.replace(
-        step, notes=step.notes[1:]
+        step, advice=step.advice[1:]
     )
-    assert "never gets a gradient" in step.notes[1]
+    assert "never gets a gradient" in step.notes[0]

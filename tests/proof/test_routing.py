@@ -14,7 +14,7 @@ from models import LAYERS, sample_ids, save_model
 
 from surgery.checkpoint import Checkpoint, make_plan
 from surgery.operations.upcycle import upcycle
-from surgery.proof.routing import Routing, measure
+from surgery.proof.routing import Routing, check, measure, rows
 from surgery.proof.verification import verify
 from surgery.storage import open_checkpoint, write
 
@@ -73,13 +73,14 @@ def test_a_verification_says_what_is_wrong(
     options: dict[str, Any], warned: list[str], tmp_path: Path
 ) -> None:
     source, output = convert("llama", tmp_path, **options)
-    found = verify(source, output, exact="drop" not in options, tokens=512)
-    warnings = [r.check for r in found.rows if r.check.startswith("warning")]
+    exact = "drop" not in options
+    found = verify(source, output, exact=exact, tokens=512, checks=[check()])
+    warnings = [r.check for r in found.rows if r.warns]
     assert found.passed and len(warnings) >= len(warned)
     for word in warned:
         assert any(word in w for w in warnings), warnings
-    (gradient,) = (r for r in found.rows if r.check.startswith("gradient of the routers"))
-    assert len(gradient.detail) == LAYERS
+    (gradient,) = (r for r in found.rows if r.key == "routers.gradient")
+    assert len(gradient.layers) == LAYERS
 
 
 def test_a_model_that_routed_before_is_not_measured(tmp_path: Path) -> None:
@@ -103,12 +104,8 @@ def test_the_summary_means_over_layers() -> None:
         "idle": 0,
         "equal": 0,
     }
-    rows = list(
-        summary([Routing(layer=2, gradient=0.2, **one), Routing(layer=5, gradient=0.4, **one)])
-    )  # type: ignore[arg-type]
-    assert rows[-1] == (
-        "gradient of the routers (language-model loss)",
-        pytest.approx(0.3),
-        [(2, 0.2), (5, 0.4)],
-    )
-    assert list(summary([])) == []
+    each = [Routing(layer=layer, gradient=g, **one) for layer, g in ((2, 0.2), (5, 0.4))]  # type: ignore[arg-type]
+    found = {row.key: row for row in rows(each)}
+    assert found["routers.gradient"].value == pytest.approx(0.3)
+    assert found["routers.gradient"].layers == ((2, 0.2), (5, 0.4))
+    assert list(rows([])) == []

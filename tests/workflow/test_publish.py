@@ -74,6 +74,11 @@ def push(hub: FakeHub, out: Path, *arguments: object, **more: str) -> Ran:
     return surgery("push", out, REPO, *arguments, **variables(hub, out.parent, **more))
 
 
+def raw(folder: Path) -> dict[str, bytes]:
+    """Return the files of an output as they are, its card's name included."""
+    return {name: (folder / name).read_bytes() for name in files_of(folder)}
+
+
 def main_of(hub: FakeHub) -> dict[str, bytes]:
     repository = hub.repositories[REPO]
     return repository.commits[repository.refs["main"]]
@@ -90,7 +95,7 @@ def test_push_and_push_again(hub: FakeHub, out: Path) -> None:
     ran = push(hub, out)
     assert ran.code == 0 and "pull request 1 merged" in ran.out, ran
     ours = {n: d for n, d in main_of(hub).items() if n != ".gitattributes"}
-    assert ours == files_of(out) and {
+    assert ours == raw(out) and {
         "LICENSE",
         "README.md",
         "recipe.yaml",
@@ -130,7 +135,7 @@ def test_a_pull_request_may_stay_open(hub: FakeHub, out: Path) -> None:
     assert push(hub, out).code == 0
     assert sent(hub) == count and len(hub.repositories[REPO].pulls) == 1
     assert set(main_of(hub)) == {
-        *files_of(out),
+        *raw(out),
         "notes.txt",
     }  # the old weights would have been loaded too
 
@@ -168,7 +173,7 @@ def test_an_interrupted_push_goes_on(hub: FakeHub, out: Path) -> None:
 def test_a_dry_run_sends_nothing(hub: FakeHub, out: Path) -> None:
     ran = push(hub, out, "--dry-run", "--json", HF_TOKEN="")
     sizes = {f["name"]: f["bytes"] for f in ran.json["files"]}
-    assert sizes == {n: len(d) for n, d in files_of(out).items()} and ran.json["bytes"] == sum(
+    assert sizes == {n: len(d) for n, d in raw(out).items()} and ran.json["bytes"] == sum(
         sizes.values()
     )
     assert REPO not in hub.repositories
