@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import Call, assert_two_lines, files_of, llama_tensors, write_llama
+from support import STAGE, Call, assert_two_lines, files_of, llama_tensors, write_llama
 
 
 def edit_config(**fields: Any) -> Callable[[Path], None]:
@@ -194,7 +194,8 @@ def test_a_damaged_output_fails_its_verification(call: Call, model: Path, tmp_pa
     ran = call("verify", model, out)
     assert ran.code == 1
     assert "model.safetensors has sha256" in ran.out and "FAILED" in ran.out
-    assert [line[:6] for line in ran.err.splitlines()] == ["error:", "hint: "]
+    said = [line for line in ran.err.splitlines() if not STAGE.fullmatch(line)]
+    assert [line[:6] for line in said] == ["error:", "hint: "]
     assert json.loads((out / "surgery.json").read_text())["verification"]["passed"] is False
     assert (
         call("verify", model, out, "--quiet").out == ""

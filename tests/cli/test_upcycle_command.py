@@ -72,7 +72,7 @@ def test_several_models(call: Call, model: Path, tmp_path: Path) -> None:
     found = step(
         call, model, "--expert", model, "--expert", other, "--attention", "average", "--out", out
     )
-    assert found["expert_models"] == [str(model), str(other)] and found["experts"] == 2
+    assert found["expert_models"] == ["../model", "../other"] and found["experts"] == 2
     ran = call("verify", model, out)
     assert ran.code == 0 and "perplexity of the output" in ran.out and "logits max" not in ran.out
 

@@ -95,7 +95,7 @@ def test_to_a_url(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(type(store), "put_file", watched)
     result = made(tmp_path)
-    files = files_of(result.folder)
+    files = {n: (result.folder / n).read_bytes() for n in files_of(result.folder)}
     deliver(result, OUT, Nobody())
     assert at(store, "/bucket/moe") == files and not result.folder.exists()
     assert [n.rpartition("/")[2] for n in order[-2:]] == ["config.json", "surgery.json"]
@@ -128,7 +128,7 @@ def test_an_interrupted_delivery_goes_on(
     assert not is_delivered(upcycle(open_checkpoint(SOURCE), experts=2), 30_000, OUT)
     first = [n for n in sent if n.endswith(".safetensors")]
     broken = bool(sent.clear())
-    files = files_of(result.folder)
+    files = {n: (result.folder / n).read_bytes() for n in files_of(result.folder)}
     deliver(result, OUT, Nobody())
     assert [n[:11] for n in first] == ["model-00001", "model-00002"]
     assert first[0] not in sent and at(store, "/bucket/moe") == files
