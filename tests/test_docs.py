@@ -52,6 +52,13 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert not anchor or anchor in anchors(file), f"{name(page)}: no heading {target}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_scripts_and_tests_that_are_named_exist(page: Path) -> None:
+    """A figure says by which script it was made: that script must be there."""
+    named = re.findall(r"\b(?:benchmarks|tests|surgery)/[\w/]+\.\w+", page.read_text())
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
 def without_code(text: str) -> str:
     return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 
