@@ -1,168 +1,121 @@
-"""What a person sees: progress bars on stderr, tables on stdout (plain when piped), or JSON."""
+"""The screen: progress on stderr, tables or JSON on stdout.
+
+A terminal gets progress bars. A log gets one line per stage, and a pipe gets plain text.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from surgery.checkpoint import Checkpoint
-from surgery.workflow.convert import Result
+PIPE_WIDTH = 120  # columns, where neither a terminal nor COLUMNS says how many there are
 
 
 class Bars:
-    """Progress bars, in bytes with the time left; none where stderr is not a terminal."""
+    """Progress on stderr: bars with the time left on a terminal, else one line per stage."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
 
     @contextmanager
     def stage(self, title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-        from tqdm import tqdm
+        """Show a stage of `total` units, 0 if unknown; the callable is told each advance."""
+        if self.quiet:
+            yield lambda n: None
+        elif sys.stderr.isatty():
+            with _bar(title, total, unit) as advance:
+                yield advance
+        else:
+            start = time.monotonic()
+            yield lambda n: None
+            click.echo(f"{title}… done in {duration(time.monotonic() - start)}", err=True)
 
-        scaled = unit == "B"
-        with tqdm(
-            total=total or None,
-            desc=title,
-            unit=unit,
-            unit_scale=scaled,
-            unit_divisor=1000,
-            disable=self.quiet or None,
-            leave=False,
-            dynamic_ncols=True,
-        ) as bar:
-            yield lambda n: (bar.update(n), None)[1]
+
+@contextmanager
+def _bar(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    from tqdm import tqdm
+
+    with tqdm(
+        total=total or None,
+        desc=title,
+        unit=unit,
+        unit_scale=unit == "B",
+        unit_divisor=1000,
+        leave=False,
+        dynamic_ncols=True,
+    ) as bar:
+        yield lambda n: (bar.update(n), None)[1]
 
 
 def show(report: RenderableType) -> None:
-    """Text as it is; a table without markup, as the name of a folder may hold brackets."""
+    """Print text as it is, or a table; its cells are no markup, as a folder's name may be [bold]."""
     if isinstance(report, str):
         return click.echo(report)
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console.width = 120  # a pipe has no width: rich would assume 80 columns and wrap the tables
+        console.width = width()
     console.print(report)
 
 
+def width() -> int:
+    """Return how wide piped output is, in columns: rich alone would assume 80."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdigit() and int(columns) else PIPE_WIDTH
+
+
 def echo_json(value: Any) -> None:
+    """Print JSON."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def gigabytes(n: float) -> str:
-    return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
-
-
-def show_plan(plan: dict[str, Any], source: Checkpoint, as_json: bool) -> None:
-    """The plan of `--dry-run`."""
-    if as_json:
-        return echo_json(plan)
-    claim = (
-        "the same function, exactly"
-        if plan["exact"]
-        else "another function: perplexity is measured"
-    )
-    show(
-        f"Would write {gigabytes(plan['bytes'])} to {plan['out']}"
-    )  # no title of the table: that is cut to its width
-    table = Table(box=None, show_header=False)
-    for name, value in (
-        (
-            "source",
-            source.source.location
-            + (f"@{source.source.revision[:12]}" if source.source.revision else ""),
-        ),
-        ("becomes", f"{plan['model_type']}, {plan['parameters']:,} parameters ({claim})"),
-        (
-            "shards",
-            "\n".join(
-                f"{s['name']}  {gigabytes(s['bytes'])}  {s['tensors']} tensors"
-                for s in plan["shards"]
-            ),
-        ),
-        (
-            "other files",
-            ", ".join(
-                dict.fromkeys(n.partition("/")[0] for n in (*plan["files"], *plan["record"]))
-            ),
-        ),
-        ("downloads", _downloads(plan)),
-        ("peak memory", f"about {gigabytes(plan['peak_memory'])}"),
-        ("free space", gigabytes(plan["free_space"])),
-        *((("staged in", plan["staged"]),) if "staged" in plan else ()),
-    ):
+def pairs(rows: Sequence[tuple[str, str]]) -> Table:
+    """Return a table of names and values without a frame."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, value in rows:
         table.add_row(name, value)
-    show(table)
-    show_notes(plan["notes"])
+    return table
 
 
-def _downloads(plan: dict[str, Any]) -> str:
-    if not plan["download"]:
-        return "nothing"
-    if plan["download_disk"] == plan["download"]:
-        return gigabytes(plan["download"])
-    return f"about {gigabytes(plan['download'])} in several passes, {gigabytes(plan['download_disk'])} on the disk at a time"
+def columns(*names: str) -> Table:
+    """Return an empty table with these columns, numbers to the right of the first one."""
+    from rich import box
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for i, name in enumerate(names):
+        table.add_column(name, justify="right" if i else "left")
+    return table
 
 
-def show_result(result: Result, *, quiet: bool) -> None:
-    """The outcome of a conversion."""
-    if quiet:
-        return
-    size = sum(s["bytes"] for s in result.record["shards"].values())
-    how = (
-        " (was there already)"
-        if result.already
-        else f" (resumed: {result.resumed} shards)"
-        if result.resumed
-        else ""
-    )
-    show(f"wrote {gigabytes(size)} to {result.folder}{how}")
-    show_notes(result.notes)
-    if result.verification:
-        show(verification_table(result.verification.as_dict()))
-
-
-def report_failure(folder: Path) -> None:
-    click.echo(f"error: {folder} does not pass its verification", err=True)
-    click.echo(
-        f"hint: {folder / 'surgery.json'} names what failed; the output stays for you to look at",
-        err=True,
-    )
-
-
-def show_notes(notes: list[str]) -> None:
+def show_notes(notes: Sequence[str]) -> None:
+    """Print each note on a line of its own."""
     for note in notes:
         show(f"note: {note}")
 
 
-def verification_table(verification: dict[str, Any]) -> Table:
-    """The rows of a verification."""
-    word = "passed" if verification["passed"] else "FAILED"
-    sample = verification.get("sample") or {}
-    where = (
-        f" on {sample['sequences']} × {sample['length']} tokens, {sample['source']}"
-        if sample
-        else ""
-    )
-    table = Table(title=f"Verification {word}{where}", title_justify="left")
-    for column in ("check", "value", "limit", ""):
-        table.add_column(column, justify="left" if column == "check" else "right")
-    for row in verification["rows"]:
-        limit = f"{row['relation']} {number(row['limit'])}" if "limit" in row else ""
-        mark = ("ok" if row["passed"] else "FAILED") if limit else ""
-        table.add_row(row["check"], number(row["value"]), limit, mark)
-        detail = row["detail"] or [f"layer {i}: {v}" for i, v in row.get("layers", ())]
-        if detail and (not row["passed"] or row.get("warns")):
-            shown = detail[:5] + (["…"] if len(detail) > 5 else [])
-            table.add_row("  " + "\n  ".join(shown), "", "", "")
-    return table
+# --- numbers --------------------------------------------------------------------------------------
 
 
-def number(value: Any) -> str:
-    """Four significant digits."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def gigabytes(n: float) -> str:
+    """Return bytes as GB, MB or kB."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB")):
+        if n >= size / 10:
+            return f"{n / size:.{2 if unit == 'GB' else 1}f} {unit}"
+    return f"{n / 1e3:.1f} kB"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in seconds, minutes or hours."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

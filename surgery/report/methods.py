@@ -1,15 +1,17 @@
-"""What a card says of the steps of a conversion, from the operations' records."""
+"""What a card and the command line say of the steps of a conversion, from the operations' records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from surgery import operations
 from surgery.blocks.paper import Paper
 from surgery.operations.operation import Operation, Parameters
 
-FINETUNE = "finetune"  # what a fine-tune script adds to the steps
-_TRAINED = "Training gives back what the conversion cost, or makes use of what it added."
+FINETUNE = "finetune"  # the step that a fine-tune script adds
+MORE_TEXT = 131_072  # tokens of calibration text beyond which more are not advised
+_TRAINED = "Training recovers what the conversion cost, or makes use of what it added."
 
 
 def done(operation: str, parameters: Parameters) -> str:
@@ -21,6 +23,7 @@ def done(operation: str, parameters: Parameters) -> str:
 
 
 def why(operation: str) -> str:
+    """Return the reason for an operation, in one or two sentences; empty where none is known."""
     if operation == FINETUNE:
         return _TRAINED
     record = operations.known(operation)
@@ -35,6 +38,7 @@ def limits(names: Sequence[str]) -> list[str]:
 
 
 def tags(names: Sequence[str]) -> list[str]:
+    """Return the operations' tags for the Hub."""
     return list(dict.fromkeys(tag for r in _records(names) for tag in r.tags))
 
 
@@ -47,3 +51,40 @@ def papers(operation: str, parameters: Parameters) -> Sequence[Paper]:
 def _records(names: Iterable[str]) -> list[Operation]:
     found = (operations.known(name) for name in dict.fromkeys(names))
     return [record for record in found if record]
+
+
+# --- notes and advice -----------------------------------------------------------------------------
+
+
+def is_advice(note: str) -> bool:
+    """Whether a note is for whoever converts, and not for readers of the card.
+
+    Such notes begin with the option that they advise: "--bypass full repairs much more".
+    """
+    return note.startswith("--")
+
+
+def notes(record: Mapping[str, Any]) -> list[str]:
+    """Return the notes in a record that are true of the model for every reader."""
+    return [note for note in record.get("notes") or () if not is_advice(note)]
+
+
+def advice(record: Mapping[str, Any]) -> list[str]:
+    """Return the notes in a record that say how to convert better."""
+    return [note for note in record.get("notes") or () if is_advice(note)]
+
+
+def remedies(record: Mapping[str, Any]) -> list[str]:
+    """Return what to try with a damaged model, most useful first."""
+    found = advice(record)
+    if (tokens := _tokens(record)) and tokens < MORE_TEXT:
+        found.append(f"--tokens {MORE_TEXT}: it was calibrated on {tokens:,} tokens")
+    if record.get("calibration"):
+        found.append("--text or --dataset: calibrate on the kind of text that the model is for")
+    return [*found, "train it with the script in finetune/"]
+
+
+def _tokens(record: Mapping[str, Any]) -> int:
+    """Return how many tokens the conversion was calibrated on; 0 without a calibration."""
+    samples = (report.get("sample") or {} for report in record.get("calibration") or ())
+    return max((s.get("sequences", 0) * s.get("length", 0) for s in samples), default=0)
