@@ -179,7 +179,7 @@ def converting(function: F, without: Collection[str] = ()) -> F:
 
     def wrapped(**values: Any) -> Any:
         given = {name: values.pop(name) for name in names}
-        common = CommonOptions(**(dict.fromkeys(without) | given))
+        common = CommonOptions(**(dict.fromkeys(known) | given))
         return function(common=common, **values)
 
     return _with_options(function, wrapped, [known[name] for name in names])

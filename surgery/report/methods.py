@@ -7,6 +7,7 @@ from typing import Any
 
 from surgery import operations
 from surgery.blocks.paper import Paper
+from surgery.calibration.settings import Calibration
 from surgery.operations.operation import Operation, Parameters
 
 FINETUNE = "finetune"  # the step that a fine-tune script adds
@@ -76,15 +77,12 @@ def advice(record: Mapping[str, Any]) -> list[str]:
 
 def remedies(record: Mapping[str, Any]) -> list[str]:
     """Return what to try with a damaged model, most useful first."""
-    found = advice(record)
-    if (tokens := _tokens(record)) and tokens < MORE_TEXT:
-        found.append(f"--tokens {MORE_TEXT}: it was calibrated on {tokens:,} tokens")
-    if record.get("calibration"):
+    found, steps = advice(record), record["recipe"]
+    if any(step.get("repair") == "none" for step in steps):
+        found.append("--repair ridge: refit the weights on calibration text")
+    elif record.get("calibration"):
+        tokens = max(Calibration.of(step.get("calibration")).tokens for step in steps)
+        if tokens < MORE_TEXT:
+            found.append(f"--tokens {MORE_TEXT}: it was calibrated on {tokens:,}")
         found.append("--text or --dataset: calibrate on the kind of text that the model is for")
     return [*found, "train it with the script in finetune/"]
-
-
-def _tokens(record: Mapping[str, Any]) -> int:
-    """Return how many tokens the conversion was calibrated on; 0 without a calibration."""
-    samples = (report.get("sample") or {} for report in record.get("calibration") or ())
-    return max((s.get("sequences", 0) * s.get("length", 0) for s in samples), default=0)
