@@ -41,9 +41,11 @@ def demo_command(out: Path, as_json: bool, quiet: bool) -> int:
         screen.show(_beginning())
     results: dict[str, Result] = {}
     for number, (name, recipe) in enumerate(RECIPES.items(), 1):
-        result = results[name] = _convert(recipe, out / name, bars)
         if shows:
-            _show(number, recipe, result)
+            screen.show(f"\n{number}. {_command(recipe, out / name)}")
+        results[name] = _convert(recipe, out / name, bars)
+        if shows:
+            _show(results[name])
     rows = _rows(results)
     if as_json:
         screen.echo_json(rows)
@@ -110,22 +112,25 @@ def _beginning() -> str:
     checkpoint = open_checkpoint(MODEL)
     weights = weigh(checkpoint, checkpoint.config)
     size = f"{len(weights.layers)} layers, {quantity(weights.parameters(), digits=3)} parameters"
-    return f"The embedded model: a {weights.model_type} of {size}, trained on political speeches"
+    return f"The embedded model: a {weights.model_type} of {size}, trained on speeches"
 
 
-def _show(number: int, recipe: str, result: Result) -> None:
-    """Print one conversion: its command, what was done, and what that did to the function."""
+def _command(recipe: str, out: Path) -> str:
+    """Return the command that makes this output alone."""
     import shlex
 
+    return shlex.join(["surgery", "run", recipe, "--out", str(out)])
+
+
+def _show(result: Result) -> None:
+    """Print what was done, and what that did to the function."""
     from surgery.cli import screen
     from surgery.proof import verdict
     from surgery.report import methods
 
-    command = shlex.join(["surgery", "run", recipe, "--out", str(result.folder)])
-    already = " (was there already)" if result.already else ""
-    screen.show(f"\n{number}. {command}{already}")
+    already = ", and was there already" if result.already else ""
     for step in result.record["recipe"]:
-        screen.show(f"   Done: {methods.done(step['operation'], step)}")
+        screen.show(f"   Done: {methods.done(step['operation'], step)}{already}")
     if result.verification:
         verification = result.verification.as_dict()
         screen.show(f"   {verdict.headline(verification)}")

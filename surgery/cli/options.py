@@ -178,9 +178,9 @@ def converting(function: F, without: Collection[str] = ()) -> F:
     names = [name for name in known if name not in without]
 
     def wrapped(**values: Any) -> Any:
-        given = {name: values.pop(name) for name in names}
-        common = CommonOptions(**(dict.fromkeys(known) | given))
-        return function(common=common, **values)
+        found: dict[str, Any] = dict.fromkeys(known)
+        found |= {name: values.pop(name) for name in names}
+        return function(common=CommonOptions(**found), **values)
 
     return _with_options(function, wrapped, [known[name] for name in names])
 
