@@ -297,7 +297,7 @@ class _Live:
         self.live += int(torch.count_nonzero(product))
         opened = torch.ones_like(product)
         if self.gate_first:
-            opened = self.skipping._open(gate, self.skipping.threshold)
+            opened = self.skipping.rule.opens(self.skipping.act, gate, self.skipping.threshold)
         self.open += int(torch.count_nonzero(opened))
 
     def _counted(self, taps: Taps, name: str, mask: Tensor) -> Tensor:

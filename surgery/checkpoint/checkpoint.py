@@ -62,7 +62,8 @@ class Step:
         parameters: its parameters.
         exact: whether it claims to compute the same function as before.
         layers: the layers whose MLP it changed.
-        notes: what the user should know about it.
+        notes: what the user should know about it; the card repeats them.
+        advice: what whoever converts may try instead; shown once, and in no card.
         work: what must run before its tensors can be read.
         pending: a choice that is made before the output is planned.
     """
@@ -72,6 +73,7 @@ class Step:
     exact: bool
     layers: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
     work: Work | None = field(default=None, compare=False)
     pending: Pending | None = field(default=None, compare=False)
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     help="Tokens of text to run.",
 )
 @click.option(
-    "--threads", type=click.IntRange(min=1), help="Threads on a CPU. [default: as many as torch takes]"
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Threads on a CPU. [default: as many as torch takes]",
 )
 @click.option(
     "--device", metavar="NAME", help="Where to compute: cuda, cpu. [default: the fastest there is]"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +32,18 @@ def show_result(result: Result) -> None:
         how = f" (resumed: {result.resumed} shards)"
     screen.show(f"wrote {screen.gigabytes(size)} to {result.folder}{how}")
     verification = result.verification.as_dict() if result.verification else None
-    show_verification(verification, result.record)
+    show_verification(verification, result.record, result.advice)
 
 
-def show_verification(verification: Mapping[str, Any] | None, record: Mapping[str, Any]) -> None:
-    """Print what became of the function, the rows that matter, and what a person should know."""
-    notes, advice = methods.notes(record), methods.advice(record)
-    damage = verdict.damage(verification)
+def show_verification(
+    verification: Mapping[str, Any] | None, record: Mapping[str, Any], advice: Sequence[str] = ()
+) -> None:
+    """Print what became of the function, the rows that matter, and what a person should know.
+
+    `advice` is what whoever converts may try instead; where the model is damaged, the remedies of
+    its operations are shown in its place.
+    """
+    notes, damage = list(record.get("notes") or ()), verdict.damage(verification)
     if verification:
         screen.show(verdict.headline(verification))
         for table in _tables(verification):
@@ -48,7 +53,7 @@ def show_verification(verification: Mapping[str, Any] | None, record: Mapping[st
         if measured := verdict.measured_on(verification):
             screen.show(measured)
     if fields := verdict.ignored_fields(verification):
-        notes = [*notes, f"the model class ignores these config fields: {', '.join(fields)}"]
+        notes.append(f"the model class ignores these config fields: {', '.join(fields)}")
     screen.show_notes(notes)
     for warning in verdict.warnings(verification):
         screen.show(f"warning: {warning}")

@@ -37,7 +37,7 @@ class Bars:
         else:
             start = time.monotonic()
             yield lambda n: None
-            click.echo(f"{title}… done in {duration(time.monotonic() - start)}", err=True)
+            click.echo(f"{title}: done in {time.monotonic() - start:.1f} s", err=True)
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def _bar(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
 
 
 def show(report: RenderableType) -> None:
-    """Print text as it is, or a table; its cells are no markup, as a folder's name may be [bold]."""
+    """Print text as it is, or a table, whose cells are no markup: a folder may be named [bold]."""
     if isinstance(report, str):
         return click.echo(report)
     console = Console(highlight=False, markup=False, emoji=False)

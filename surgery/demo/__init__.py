@@ -7,3 +7,4 @@ from pathlib import Path
 
 MODEL = Path(__file__).parent / "model"
 TEXT = Path(__file__).parent / "text"
+DEMO = "demo"  # what recipes and records call the embedded model

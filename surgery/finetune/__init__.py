@@ -8,7 +8,6 @@ from config.json, so that it holds only what this model needs.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from typing import Any
 from surgery import operations
 from surgery.errors import SurgeryError
 from surgery.families import Family, find
+from surgery.storage.record import seen_from
 
 FOLDER = "finetune"
 REQUIREMENTS = ("torch>=2.6", "transformers>=5.24", "trl>=1.16", "datasets>=4", "accelerate>=1.10")
@@ -121,7 +121,7 @@ def needs(
     options = record.get("finetune") or {}
     return Needs(
         what=", then ".join(s["operation"] for s in steps) or "a copy",
-        source=_source(str(record["source"]["location"]), folder),
+        source=seen_from(folder, str(record["source"]["location"])),
         revision=record["source"]["revision"],
         moe=moe,
         sparse=sparse,
@@ -136,24 +136,6 @@ def needs(
         two_outputs=family.mlp == "feed_forward",
         given=tuple(f"--{key}={value}" for key, value in options.items()),
     )
-
-
-def _source(location: str, folder: Path | None) -> str:
-    """Return where the script looks for the source: a path relative to the output, or a Hub id.
-
-    The files may be published, so they name no folder of this disk beyond those around the output.
-    A source that is neither beside the output nor beside its parent is named as if it were beside
-    it; the user then gives --source.
-    """
-    path = Path(location).expanduser()
-    if not path.exists() and not location.startswith(("/", ".", "~")):
-        return location
-    path = path.resolve()
-    if folder is not None and len(Path(os.path.commonpath([path, folder.resolve()])).parts) > 1:
-        relative = Path(os.path.relpath(path, folder.resolve()))
-        if relative.parts.count("..") <= 2:
-            return relative.as_posix()
-    return f"../{path.name}"
 
 
 def _tables(memories: list[dict[str, Any]]) -> tuple[str, ...]:

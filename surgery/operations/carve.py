@@ -30,7 +30,7 @@ from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, locate
 from surgery.fitting.expert_split import ExpertSplit, average, usual
 from surgery.fitting.sizes import SAMPLED, fit_nbytes
-from surgery.operations.operation import Operation, Parameters, bypass_phrase, hyphenated
+from surgery.operations.operation import OWN_TEXT, Operation, Parameters, bypass_phrase, hyphenated
 
 if TYPE_CHECKING:
     from surgery.calibration.install import Fitting
@@ -562,4 +562,5 @@ OPERATION = Operation(
     tags=("mixture-of-experts", "moefication"),
     blocks=("experts",),
     checks=_checks,
+    remedies=lambda p: ("more active parts: --active", *OWN_TEXT),
 )

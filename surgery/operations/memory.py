@@ -27,7 +27,7 @@ from surgery.checkpoint.work import identity
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, Mlp, locate
 from surgery.fitting import memory_init as init_of
-from surgery.operations.operation import Operation, Parameters
+from surgery.operations.operation import OWN_TEXT, Operation, Parameters
 
 if TYPE_CHECKING:
     from surgery.calibration.install import Fitting
@@ -637,4 +637,5 @@ OPERATION = Operation(
     papers=lambda p: [PRODUCT_KEYS, AT_SCALE],
     tags=("memory-layers",),
     blocks=("memory",),
+    remedies=lambda p: ("fewer layers, or cheaper ones: --layers auto", *OWN_TEXT),
 )

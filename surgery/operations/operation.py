@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 Parameters = Mapping[str, Any]  # of a step, as surgery.json and recipes hold them
 
 
+OWN_TEXT = (
+    "calibration on text of your own kind: --text or --dataset",
+    "more text: --tokens",
+    "training: finetune/finetune.py in the output",
+)
+
+
 def _nothing(*_: Any) -> tuple[()]:
     return ()
 
@@ -45,6 +52,7 @@ class Operation:
         checks: what its outputs are checked for, beside parity or quality.
         beside: models that the verification shows beside the output of this operation alone.
         makes_zeros: whether it makes products of the MLPs zero, which training then keeps up.
+        remedies: what to try where the quality is too bad, from the parameters.
         models: options that hold checkpoints; a recipe names their folders or Hub ids.
         files: options that hold paths of files.
     """
@@ -62,6 +70,7 @@ class Operation:
     checks: Callable[[Parameters], Sequence[Check]] = _nothing
     beside: Callable[[Checkpoint, Checkpoint, Parameters], Mapping[str, Checkpoint]] | None = None
     makes_zeros: bool = False
+    remedies: Callable[[Parameters], Sequence[str]] = _nothing
     models: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
 

@@ -32,7 +32,7 @@ from surgery.checkpoint.work import identity
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, locate
 from surgery.fitting.sizes import fit_nbytes
-from surgery.operations.operation import Operation, Parameters, bypass_phrase, hyphenated
+from surgery.operations.operation import OWN_TEXT, Operation, Parameters, bypass_phrase, hyphenated
 
 if TYPE_CHECKING:
     from surgery.calibration.data import Sample
@@ -230,6 +230,7 @@ def relufy(
         exact=False,
         layers=job.layers,
         notes=_notes(job),
+        advice=_advice(job),
         work=work,
     )
     changes = _native_changes(job) if job.native else with_blocks(checkpoint, [job.entry])
@@ -336,11 +337,15 @@ def _notes(job: _Job) -> tuple[str, ...]:
         )
     elif not job.native:
         notes.append(NEEDS_TRUST)
-    if job.options.repair != "none" and not job.rank:
-        notes.append(
-            "--bypass full repairs much more: a linear map beside the MLP, computed by custom code"
-        )
     return tuple(notes)
+
+
+def _advice(job: _Job) -> tuple[str, ...]:
+    if job.options.repair == "none" or job.rank:
+        return ()
+    return (
+        "--bypass full repairs much more: a linear map beside the MLP, computed by custom code",
+    )
 
 
 # --- what is planned ------------------------------------------------------------------------------
@@ -537,6 +542,12 @@ def _beside(source: Checkpoint, output: Checkpoint, p: Parameters) -> dict[str, 
     return {"swap without repair": plain_swap(source, output)}
 
 
+def _remedies(p: Parameters) -> Sequence[str]:
+    bypass = () if p.get("bypass") else ("a linear map beside the MLP: --bypass full",)
+    repair = ("a repair: --repair ridge",) if p.get("repair") == "none" else bypass
+    return (*repair, *OWN_TEXT)
+
+
 OPERATION = Operation(
     name="relufy",
     function=relufy,
@@ -553,4 +564,5 @@ OPERATION = Operation(
     blocks=("sparse",),
     beside=_beside,
     makes_zeros=True,
+    remedies=_remedies,
 )

@@ -255,7 +255,8 @@ def upcycle(
         parameters=_parameters(job),
         exact=exact,
         layers=job.layers,
-        notes=(*job.notes, *job.choice.notes, *_notes(job, exact)),
+        notes=(*job.notes, *_notes(job, exact)),
+        advice=(*job.choice.notes, *_advice(job)),
         work=work,
     )
     return job.source.checkpoint.replace(step=step, tensors=tensors, **_written(job))
@@ -508,8 +509,7 @@ def _notes(job: _Job, exact: bool) -> Iterator[str]:
         where = "hardly ever" if exact else "about one token in a thousand, in each layer"
         yield (
             f"{target.model_type} chooses experts one by one: where the router's logits of two "
-            f"copies are equal a token gets parts of both, in this dtype {where}; --target "
-            "glm4_moe chooses whole copies"
+            f"copies are equal a token gets parts of both, in this dtype {where}"
         )
     if shape.granularity > 1 and shape.expert_width % 8 and target is not SURGERY:
         yield (
@@ -521,7 +521,7 @@ def _notes(job: _Job, exact: bool) -> Iterator[str]:
     elif target.shared and target.shared.required and not shape.shared:
         yield (
             f"{target.model_type} always has a shared expert: it begins with down_proj at zero, "
-            "and computes nothing until it is trained; --shared puts a part of the MLP there"
+            "and computes nothing until it is trained"
         )
     if shape.experts > 1 or shape.top_k == 1:
         yield _gradient(shape, start)
@@ -549,8 +549,18 @@ def _gradient(shape: Shape, start: Start) -> str:
         )
     return (
         "the experts are identical, so the router has no language-model gradient until they "
-        "differ: train with the auxiliary loss, or begin with --drop or --noise"
+        "differ: train with the auxiliary loss"
     )
+
+
+def _advice(job: _Job) -> Iterator[str]:
+    target, shape, start = job.choice.target, job.choice.shape, job.start
+    if shape.shards > 1 and not whole_copies(target, shape):
+        yield "--target glm4_moe chooses whole copies"
+    if target.shared and target.shared.required and not shape.shared and not target.note:
+        yield "--shared puts a part of the MLP into the shared expert"
+    if shape.experts > 1 and shape.top_k > 1 and shape.shards == 1 and start.copies:
+        yield "experts that differ from the start teach the router: --drop 0.5 or --noise"
 
 
 # --- the record -----------------------------------------------------------------------------------

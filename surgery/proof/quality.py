@@ -21,7 +21,7 @@ from surgery.calibration.observe import tapped
 from surgery.calibration.walk import Walk
 from surgery.checkpoint import Checkpoint, Progress, constant
 from surgery.families import find
-from surgery.proof.verdict import TEXTS
+from surgery.proof.texts import TEXTS
 
 
 @dataclass(kw_only=True)

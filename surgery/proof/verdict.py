@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TEXTS = {"evaluation": "held-out speeches", "second": "another domain"}
+from surgery.proof.texts import TEXTS
+
 DAMAGE = 1.5  # times the source's perplexity, above which a model is called damaged
 FILES = {  # the checks of files and names, by what a summary calls them
     "shards_damaged": "shards",
@@ -84,8 +85,8 @@ def headline(verification: Verification) -> str:
         return _sameness(verification, rows)
     found = changes(verification)
     if not found:
-        return "Quality: not measured, the files are not valid"
-    return f"Quality: perplexity {', '.join(map(str, found))}"
+        return "Another function: its quality was not measured, the files are not valid"
+    return f"Another function: perplexity {', '.join(map(str, found))}"
 
 
 def _sameness(verification: Verification, rows: Mapping[str, Row]) -> str:

@@ -10,8 +10,9 @@ A card that somebody has edited is never written again: the last line of ours is
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 from surgery.analysis.weigh import weigh
 from surgery.checkpoint import Checkpoint
-from surgery.demo import MODEL
+from surgery.demo import DEMO
 from surgery.proof import verdict
 from surgery.report import layers, methods
 from surgery.report.inspection import quantity
@@ -27,7 +28,8 @@ from surgery.report.inspection import quantity
 NAME = "README.md"
 # The fields of the source's metadata that hold for the output too.
 FOLLOWED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-_LOADED = re.compile(r'^name = "(.*)"$', re.MULTILINE)  # in the code that loads the model
+# The line of the loading code that names the model, perhaps with a comment.
+_LOADED = re.compile(r'^name = "([^"]*)".*$', re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +60,8 @@ def renamed(folder: Path, name: str) -> dict[str, bytes]:
     if not is_ours(folder):
         return {}
     text = (folder / NAME).read_text(encoding="utf-8").rpartition("<!--")[0]
-    if found := _LOADED.search(text):
-        text = text.replace(found[0], f'name = "{name}"')
-        text = text.replace(f"pretrained={found[1]}", f"pretrained={name}")
+    text = _LOADED.sub(f"name = {json.dumps(name)}", text, count=1)
+    text = re.sub(r"(?<=pretrained=)[^, ]+", name, text, count=1)
     return {NAME: _sealed(text)}
 
 
@@ -87,9 +88,9 @@ def render(
     papers = dict.fromkeys(paper for o, p in steps for paper in methods.papers(o, p))
     kinds = {(b["kind"], b.get("slots")) for b in output.config.get("surgery_blocks") or ()}
     licences = (f.name for f in output.files if _is_licence(f.name))
+    recipe = folder / "recipe.yaml"
     return _template("card.md.j2").render(
         metadata=_metadata(source, output, record, followed),
-        title=record["name"],
         name=_loaded_name(folder),
         source=_link(record["source"]),
         done=[(methods.done(o, p), methods.why(o)) for o, p in steps],
@@ -97,8 +98,8 @@ def render(
         fitted=bool(record.get("calibration")),
         cost=_cost(record),
         exact=record["exact"],
-        notes=methods.notes(record),
-        recipe=_recipe(folder / "recipe.yaml"),
+        notes=record.get("notes") or (),
+        recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
         rows=table(source, output, record),
         figure=layers.NAME,
         shown=[panel.title for panel in layers.panels(verification)],
@@ -125,7 +126,8 @@ def _loaded_name(folder: Path) -> str:
     """Return what the model is loaded by: its folder's name, or the repository it was pushed to."""
     text = (folder / NAME).read_text(encoding="utf-8") if is_ours(folder) else ""
     found = _LOADED.search(text)
-    return found[1] if found and "/" in found[1] else folder.resolve().name
+    pushed = found is not None and "/" in found[1]
+    return found[1] if found and pushed else folder.resolve().name.removesuffix(".staged")
 
 
 def _cost(record: Mapping[str, Any]) -> str:
@@ -146,32 +148,6 @@ def _cost(record: Mapping[str, Any]) -> str:
     )
     damaged = " It is damaged until it is trained." if verdict.damage(verification) else ""
     return f"Perplexity against its source: {costs}.{damaged}"
-
-
-def _recipe(path: Path) -> str:
-    """Return the recipe with only the names of local files and folders, or nothing without one."""
-    import yaml
-
-    if not path.is_file():
-        return ""
-    text = path.read_text(encoding="utf-8")
-    local = {place for place in _strings(yaml.safe_load(text)) if Path(place).is_absolute()}
-    for place in sorted(local, key=len, reverse=True):
-        text = text.replace(place, Path(place).name)
-    left = _strings(yaml.safe_load(text))
-    return "" if any(Path(place).is_absolute() for place in left) else text
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Yield every text in nested lists and mappings."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
 
 
 @cache
@@ -240,9 +216,9 @@ def _base(
     A folder has one where it lies in the Hub's cache or its config names the model it was loaded
     from. Otherwise the base of the source is the base of the output.
     """
-    location = str(record["source"]["location"])
     if record["source"]["revision"]:
-        return [location]
+        return [str(record["source"]["location"])]
+    location = str(source.source.location) if source else ""
     if cached := re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/", location):
         return [f"{cached[1]}/{cached[2]}"]
     named = str(source.config.get("_name_or_path") or "") if source else ""
@@ -262,7 +238,7 @@ def _link(source: Mapping[str, Any]) -> str:
     """Return the source in Markdown; of a folder only its name, as the path is nobody's business."""
     location, revision = source["location"], source["revision"]
     if not revision:
-        if Path(location).resolve() == MODEL.resolve():
+        if location == DEMO:
             return "The model embedded in surgery"
         return f"`{location if '://' in location else Path(location).resolve().name}`"
     return f"[{location}](https://huggingface.co/{location}) at `{revision[:12]}`"

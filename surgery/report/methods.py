@@ -1,4 +1,4 @@
-"""What a card and the command line say of the steps of a conversion, from the operations' records."""
+"""What a card and the command line say of a conversion's steps, from the operations' records."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 
 from surgery import operations
 from surgery.blocks.paper import Paper
-from surgery.calibration.settings import Calibration
 from surgery.operations.operation import Operation, Parameters
 
 FINETUNE = "finetune"  # the step that a fine-tune script adds
-MORE_TEXT = 131_072  # tokens of calibration text beyond which more are not advised
 _TRAINED = "Training recovers what the conversion cost, or makes use of what it added."
 
 
@@ -49,40 +47,13 @@ def papers(operation: str, parameters: Parameters) -> Sequence[Paper]:
     return record.papers(parameters) if record else ()
 
 
+def remedies(record: Mapping[str, Any]) -> list[str]:
+    """Return what to try with a model that lost too much, from the steps in its surgery.json."""
+    steps = [(operations.known(step["operation"]), step) for step in record["recipe"]]
+    each = (remedy for known, step in steps if known for remedy in known.remedies(step))
+    return list(dict.fromkeys(each))
+
+
 def _records(names: Iterable[str]) -> list[Operation]:
     found = (operations.known(name) for name in dict.fromkeys(names))
     return [record for record in found if record]
-
-
-# --- notes and advice -----------------------------------------------------------------------------
-
-
-def is_advice(note: str) -> bool:
-    """Whether a note is for whoever converts, and not for readers of the card.
-
-    Such notes begin with the option that they advise: "--bypass full repairs much more".
-    """
-    return note.startswith("--")
-
-
-def notes(record: Mapping[str, Any]) -> list[str]:
-    """Return the notes in a record that are true of the model for every reader."""
-    return [note for note in record.get("notes") or () if not is_advice(note)]
-
-
-def advice(record: Mapping[str, Any]) -> list[str]:
-    """Return the notes in a record that say how to convert better."""
-    return [note for note in record.get("notes") or () if is_advice(note)]
-
-
-def remedies(record: Mapping[str, Any]) -> list[str]:
-    """Return what to try with a damaged model, most useful first."""
-    found, steps = advice(record), record["recipe"]
-    if any(step.get("repair") == "none" for step in steps):
-        found.append("--repair ridge: refit the weights on calibration text")
-    elif record.get("calibration"):
-        tokens = max(Calibration.of(step.get("calibration")).tokens for step in steps)
-        if tokens < MORE_TEXT:
-            found.append(f"--tokens {MORE_TEXT}: it was calibrated on {tokens:,}")
-        found.append("--text or --dataset: calibrate on the kind of text that the model is for")
-    return [*found, "train it with the script in finetune/"]

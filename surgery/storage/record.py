@@ -6,6 +6,7 @@ It is read from folders that may come from anywhere, so it is checked.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,20 @@ def read_record(folder: Path) -> dict[str, Any]:
         for found in violations(shard, _SHARD, ("shards", name)):
             raise SurgeryError(f"{path}, {name}: {found.message[:200]}", _HINT)
     return record
+
+
+def seen_from(folder: Path | None, location: str) -> str:
+    """Return a path on this disk as seen from an output's folder; a Hub id or URL as it is.
+
+    Outputs are published, so they name no folder of this disk beyond those around them: what is
+    more than two levels up is named as if it were beside the output.
+    """
+    path = Path(location).expanduser()
+    if not path.exists() and not location.startswith(("/", ".", "~")):
+        return location
+    path = path.resolve()
+    if folder is not None and len(Path(os.path.commonpath([path, folder.resolve()])).parts) > 1:
+        relative = Path(os.path.relpath(path, folder.resolve()))
+        if relative.parts.count("..") <= 2:
+            return relative.as_posix()
+    return f"../{path.name}"

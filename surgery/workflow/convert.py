@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery import finetune as training
+from surgery import operations
 from surgery.checkpoint import Checkpoint, Plan, make_plan
 from surgery.errors import SurgeryError
 from surgery.report import card
@@ -46,6 +47,8 @@ class Result:
     """A finished conversion: where it is, what was done, what the verification found.
 
     `verification` is None where it was left out; `resumed` counts shards of an earlier run.
+    `advice` is what whoever converts may try instead, `remedies` what to try where the quality is
+    too bad; `has_zeros` says whether skipping them may pay.
     """
 
     folder: Path
@@ -54,6 +57,10 @@ class Result:
     resumed: int = 0
     already: bool = False
     notes: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
+    remedies: list[str] = field(default_factory=list)
+    custom_code: bool = False
+    has_zeros: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +144,17 @@ def convert(
         resumed=written.resumed if written else 0,
         already=already,
         notes=[n for step in output.steps for n in step.notes],
+        advice=[a for step in output.steps for a in step.advice],
+        remedies=_remedies(output),
+        custom_code=output.custom_code,
+        has_zeros=any(operations.find(s.operation).makes_zeros for s in output.steps),
     )
+
+
+def _remedies(output: Checkpoint) -> list[str]:
+    """Return what to try where the quality is too bad, each once."""
+    each = (operations.find(s.operation).remedies(s.asked) for s in output.steps)
+    return list(dict.fromkeys(remedy for remedies in each for remedy in remedies))
 
 
 def convert_alone(source: Checkpoint, output: Checkpoint, out: Path, **options: Any) -> Result:
@@ -203,8 +220,9 @@ def _write(run: _Run) -> Written:
 def _finished(run: _Run, written: Written) -> Written:
     """Write what stands beside the weights; the card only where no verification will write it."""
     output, finetune = run.output, run.finetune
-    made = recipe_of(output, max_shard_size=run.max_shard_size, finetune=finetune)
-    record = make_record(output, run.plan, written.digests, run.command, finetune)
+    size = run.max_shard_size
+    made = recipe_of(output, max_shard_size=size, finetune=finetune, folder=run.out)
+    record = make_record(output, run.plan, written.digests, run.command, finetune, run.out)
     text = f"# surgery run {RECIPE} --out FOLDER\n{dump(made)}"
     add(run.out, {RECIPE: text.encode(), **training.files(record, output.config, run.out)})
     before = run.source if run.source.steps != output.steps else None

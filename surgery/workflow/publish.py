@@ -256,8 +256,8 @@ def _notes(folder: Path) -> tuple[str, ...]:
     head = (path.read_text(encoding="utf-8") if path.is_file() else "").partition("\n---\n")[0]
     if "\nbase_model:" not in head:
         found.append(
-            "the source was a folder: add its Hub id to README.md as base_model; recipe.yaml and "
-            "surgery.json name the folder"
+            "the source was a folder: add its Hub id as base_model to README.md, and as source to "
+            "recipe.yaml"
         )
     if "\nlicense:" not in head:
         found.append("the source names no licence: add one to README.md")

@@ -18,20 +18,19 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from surgery import operations
 from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, schema
-from surgery.demo import MODEL
+from surgery.demo import DEMO, MODEL
 from surgery.errors import SurgeryError, UsageError
 from surgery.storage import open_checkpoint
+from surgery.storage.record import seen_from
 from surgery.workflow import recipe_text
-
-DEMO = "demo"  # as a source: the embedded model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,14 +108,28 @@ def read(name: str | Path) -> str:
 
 
 def load(name: str | Path, changes: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file, or a shipped recipe by its name.
+    """Read a recipe file, or a shipped recipe by its name. Paths in it are seen from its folder.
 
     Args:
         changes: "dotted.key=value", the value in YAML, list items by their number.
 
     Raises SurgeryError with the line of what is not understood.
     """
-    return parse(read(name), str(name), changes)
+    found, path = parse(read(name), str(name), changes), Path(name)
+    return _placed(found, path.parent, changes) if path.is_file() else found
+
+
+def _placed(recipe: Recipe, folder: Path, changes: Sequence[str]) -> Recipe:
+    """Return the recipe with the paths that are there when seen from `folder`."""
+
+    def place(location: str) -> str:
+        path = folder / location
+        return str(path) if location.startswith(".") and path.exists() else location
+
+    given = any(change.startswith("source=") for change in changes)
+    source = recipe.source if recipe.source is None or given else place(recipe.source)
+    entries = tuple(_with_paths(entry, place) for entry in recipe.operations)
+    return replace(recipe, source=source, operations=entries)
 
 
 def parse(text: str, name: str, changes: Sequence[str] = ()) -> Recipe:
@@ -255,15 +268,24 @@ def recipe_of(
     verify: bool = True,
     finetune: Mapping[str, Any] | None = None,
     push: Push | None = None,
+    folder: Path | None = None,
 ) -> Recipe:
-    """Return the recipe that makes `output` again, its source pinned. Paths are absolute."""
+    """Return the recipe that makes `output` again, its source pinned.
+
+    Paths are as seen from `folder`, the output's, and absolute without one.
+    """
     source = output.source
-    place = source.location if source.revision else _absolute(source.location)
-    steps = (_portable(s.operation, s.asked) for s in output.steps)
+
+    def place(location: str) -> str:
+        return _absolute(location) if folder is None else seen_from(folder, location)
+
+    entries = ({"operation": s.operation, **_given(s.asked)} for s in output.steps)
+    demo = source.revision is None and _absolute(source.location) == str(MODEL.resolve())
+    location = source.location if source.revision else place(source.location)
     return Recipe(
-        source=DEMO if place == str(MODEL.resolve()) else place,
+        source=DEMO if demo else location,
         revision=source.revision,
-        operations=tuple(steps),
+        operations=tuple(_with_paths(entry, place) for entry in entries),
         max_shard_size=max_shard_size,
         verify=verify,
         finetune=dict(finetune or {}),
@@ -275,15 +297,15 @@ def _given(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in parameters.items() if v is not None and v != []}
 
 
-def _portable(operation: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry of a step, its paths absolute."""
-    record, entry = operations.find(operation), {"operation": operation, **_given(parameters)}
+def _with_paths(entry: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
+    """Return the entry of an operation with `place` applied to every path in it."""
+    record, entry = operations.find(entry["operation"]), dict(entry)
     for key in (*record.models, *record.files):
         if key in entry:
-            entry[key] = [_absolute(m) for m in entry[key]]
+            entry[key] = [place(location) for location in entry[key]]
     calibration = entry.get("calibration") or {}
     if "text" in calibration:
-        entry["calibration"] = calibration | {"text": _absolute(calibration["text"])}
+        entry["calibration"] = calibration | {"text": place(calibration["text"])}
     return entry
 
 

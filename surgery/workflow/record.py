@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from surgery import __version__, operations
-from surgery.checkpoint import Checkpoint, Plan
-from surgery.demo import MODEL
+from surgery.checkpoint import Checkpoint, Plan, Source, Step
+from surgery.demo import DEMO, MODEL
 from surgery.storage.digest import Digest
+from surgery.storage.record import seen_from
 
 PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub")
 
@@ -39,8 +41,12 @@ def make_record(
     digests: Mapping[str, Digest | None],
     command: str = "",
     finetune: Mapping[str, Any] | None = None,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the content of surgery.json. Nothing in it depends on when or how often it was run."""
+    """Return the content of surgery.json. Nothing in it depends on when or how often it was run.
+
+    Paths in it are as seen from `folder`, the output's.
+    """
     source, versions = output.source, {"python": platform.python_version()}
     versions["model-surgery"] = __version__  # a checkout that is not installed has no metadata
     versions |= {package: importlib.metadata.version(package) for package in PACKAGES}
@@ -48,9 +54,9 @@ def make_record(
     shards = {s.name: {"bytes": s.nbytes, **(digests.get(s.name) or unknown)} for s in plan.shards}
     record = {
         "name": default_out(output, suffix(output)).name,
-        "source": {"location": source.location, "revision": source.revision},
-        "command": command,
-        "recipe": [{"operation": s.operation, **s.parameters} for s in output.steps],
+        "source": {"location": _place(source, folder), "revision": source.revision},
+        "command": _without_paths(command),
+        "recipe": [_step(s, folder) for s in output.steps],
         "notes": [n for s in output.steps for n in s.notes],
         "exact": output.exact,
         "layers": sorted({i for s in output.steps for i in s.layers}),
@@ -61,3 +67,29 @@ def make_record(
         "verification": None,
     }
     return record | ({"finetune": dict(finetune)} if finetune else {})
+
+
+def _place(source: Source, folder: Path | None) -> str:
+    if source.revision:
+        return source.location
+    embedded = Path(source.location).expanduser().resolve() == MODEL.resolve()
+    return DEMO if embedded else seen_from(folder, source.location)
+
+
+def _step(step: Step, folder: Path | None) -> dict[str, Any]:
+    """Return a step's parameters, with paths as seen from the output's folder."""
+    record = operations.find(step.operation)
+    found: dict[str, Any] = {"operation": step.operation, **step.parameters}
+    for key in (*record.models, *record.files):
+        if found.get(key):
+            found[key] = [seen_from(folder, location) for location in found[key]]
+    calibration = found.get("calibration") or {}
+    if "text" in calibration:
+        found["calibration"] = calibration | {"text": seen_from(folder, calibration["text"])}
+    return found
+
+
+def _without_paths(command: str) -> str:
+    """Return the command with the last part of each absolute path: the rest is nobody's business."""
+    words = shlex.split(command)
+    return shlex.join(Path(w).name if w.startswith(("/", "~")) else w for w in words)

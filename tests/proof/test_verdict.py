@@ -30,7 +30,7 @@ def quality(*perplexities: float) -> dict[str, Any]:
 def test_a_changed_function_leads_with_what_it_costs() -> None:
     found = quality(28.91, 58.3, 57.2, 661.4)
     assert verdict.headline(found) == (
-        "Quality: perplexity 28.9 → 58.3 on held-out speeches (× 2.02), "
+        "Another function: perplexity 28.9 → 58.3 on held-out speeches (× 2.02), "
         "57.2 → 661 on another domain (× 11.6)"
     )
     assert verdict.damage(found) == (

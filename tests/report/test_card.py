@@ -111,7 +111,7 @@ def test_the_next_verification_rewrites_ours_and_never_an_edited_one(
     path.write_text(ours.replace("## Limits", "## My own words"))
     verify_folder(source, upcycled)
     assert "## My own words" in path.read_text() and not card.is_ours(upcycled)
-    assert card.renamed(upcycled, "x", "y") == {}
+    assert card.renamed(upcycled, "y") == {}
     path.write_text(ours)
 
 
