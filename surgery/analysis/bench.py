@@ -1,15 +1,16 @@
-"""Decoding time of the MLPs, measured: one token against weights that no cache holds, dense and
-with zeros skipped.
+"""Measured decoding time of the MLPs, dense and with zeros skipped.
 
-Each layer is timed on tokens of real text at the point of the walk where the model has them, so
-that the sparsity is the model's own. Skipping is the very code that travels with a checkpoint
-(surgery/blocks/sparse_mlp.py), around a stock MLP too. Dense and skipping take turns on the same
-tokens; the weights are evicted before each, as decoding reads those of all other layers in between.
+Each layer is timed on single tokens of real text at the point of the walk where the model has them,
+so that the sparsity is the model's own. Zeros are skipped by the very code that is saved with a
+sparse checkpoint (surgery/blocks/sparse_mlp.py), which is put around a stock MLP too. Dense and
+skipping take turns on the same tokens. The weights are evicted from the caches before each run,
+because decoding reads those of all other layers in between.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,15 +32,28 @@ from surgery.families import Family, locate
 TIMED = 16  # tokens of each layer
 EVICT = 2**28  # bytes written between two timings: more than a processor's last cache, or a GPU's
 WORTH = 1.05  # a smaller gain is within what timings vary
+SPREAD = 0.25  # of the median: a larger distance of the quartiles means that something else ran
 ZEROING = ("relu", "relu2", "relu6")
+
+
+Quartiles = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerBench:
-    """One MLP: milliseconds a token, medians. `sparsity` is of its products on the sample; `left`
-    is the fraction of the MLP's bytes that skipping still reads; `error` is ‖skipping − dense‖ /
-    ‖dense‖, the largest of a token. A layer that has no zeros to skip (`skips` False) is dense in
-    both columns."""
+    """One MLP.
+
+    Args:
+        index: of the decoder layer.
+        sparsity: the fraction of zeros among its products on the sample.
+        left: the fraction of the MLP's bytes that skipping still reads.
+        dense: milliseconds per token, the median.
+        skipping: the same with zeros skipped; equal to `dense` where there are none to skip.
+        error: ‖skipping − dense‖ / ‖dense‖, the largest of a token.
+        skips: whether the layer has zeros to skip.
+        dense_quartiles: the first and third quartile of the milliseconds.
+        skipping_quartiles: the same with zeros skipped.
+    """
 
     index: int
     sparsity: float
@@ -48,6 +62,8 @@ class LayerBench:
     skipping: float
     error: float
     skips: bool = True
+    dense_quartiles: Quartiles = (0.0, 0.0)
+    skipping_quartiles: Quartiles = (0.0, 0.0)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -56,6 +72,8 @@ class LayerBench:
             "bytes_left": self.left,
             "dense_ms": self.dense,
             "skipping_ms": self.skipping,
+            "dense_ms_quartiles": list(self.dense_quartiles),
+            "skipping_ms_quartiles": list(self.skipping_quartiles),
             "speedup": self.dense / self.skipping,
             "error": self.error,
             "skips": self.skips,
@@ -64,7 +82,10 @@ class LayerBench:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """Every layer, and on what: `threads` is None on a GPU."""
+    """All layers, and what they were timed on; `threads` is None on a GPU.
+
+    `load` is the machine's load average before the timing, None where the system has none.
+    """
 
     source: str
     model_type: str
@@ -73,37 +94,71 @@ class Bench:
     threads: int | None
     sample: Sample
     layers: tuple[LayerBench, ...]
+    load: float | None = None
 
     @property
     def dense(self) -> float:
-        """Milliseconds a token in all MLPs."""
+        """Milliseconds per token in all MLPs."""
         return sum(layer.dense for layer in self.layers)
 
     @property
     def skipping(self) -> float:
+        """Milliseconds per token in all MLPs, with zeros skipped."""
         return sum(layer.skipping for layer in self.layers)
 
     @property
     def speedup(self) -> float:
+        """How many times as fast the MLPs are with zeros skipped."""
         return self.dense / self.skipping
 
     @property
     def ideal(self) -> float:
-        """The speedup if time were bytes read: each layer's own weights, each read once."""
+        """The speedup if time were proportional to the bytes read."""
         return self.dense / sum(layer.dense * layer.left for layer in self.layers)
 
     @property
     def sparsity(self) -> float:
+        """The mean sparsity of the layers."""
         return statistics.fmean(layer.sparsity for layer in self.layers)
+
+    def quartiles(self, what: str) -> Quartiles:
+        """Return the sums of the layers' quartiles, of "dense" or "skipping"."""
+        each = [getattr(layer, f"{what}_quartiles") for layer in self.layers]
+        return sum(low for low, _ in each), sum(high for _, high in each)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Reasons to doubt the timings."""
+        found, cores = [], os.cpu_count() or 1
+        if self.load is not None and self.load > cores:
+            found.append(
+                f"the machine is busy: a load average of {self.load:.1f} on {cores} cores; "
+                "time it again when it is idle"
+            )
+        for what, median in (("dense", self.dense), ("skipping", self.skipping)):
+            low, high = self.quartiles(what)
+            if high - low > SPREAD * median:
+                found.append(
+                    f"the timings of {what} spread: half of them lie between {low:.3f} and "
+                    f"{high:.3f} ms, the median is {median:.3f} ms"
+                )
+        return found
 
     @property
     def verdict(self) -> str:
         """One line that says whether skipping pays."""
         if self.speedup < WORTH:
-            return f"no gain at this size and sparsity: skipping runs at {self.speedup:.2f}x the speed of dense MLPs"
-        return f"skipping makes the MLPs {self.speedup:.2f}x as fast as dense; the bytes it leaves out would allow {self.ideal:.2f}x"
+            return (
+                "no gain at this size and sparsity: skipping runs at "
+                f"{self.speedup:.2f}x the speed of dense MLPs"
+            )
+        return (
+            f"skipping makes the MLPs {self.speedup:.2f}x as fast as dense; "
+            f"the bytes it leaves out would allow {self.ideal:.2f}x"
+        )
 
     def as_dict(self) -> dict[str, Any]:
+        """Return all of it, for JSON."""
         return {
             "source": self.source,
             "model_type": self.model_type,
@@ -114,6 +169,10 @@ class Bench:
             "timed_tokens": TIMED,
             "dense_ms": self.dense,
             "skipping_ms": self.skipping,
+            "dense_ms_quartiles": list(self.quartiles("dense")),
+            "skipping_ms_quartiles": list(self.quartiles("skipping")),
+            "load": self.load,
+            "warnings": self.warnings,
             "speedup": self.speedup,
             "ideal_speedup": self.ideal,
             "sparsity": self.sparsity,
@@ -133,10 +192,11 @@ def bench(
 ) -> Bench:
     """Walk the checkpoint over the sample and time the MLP of each layer.
 
-    Raises SurgeryError where no layer can skip anything: no activation gives zeros, or its MLPs are
-    not dense modules.
+    Raises SurgeryError where no layer can skip anything: because no activation gives zeros, or
+    because the MLPs are not dense modules.
     """
-    block_config.entry(locate(checkpoint).family, "sparse", ())  # raises where no MLP could be one
+    block_config.entry(locate(checkpoint).family, "sparse", ())  # raises where no MLP can be sparse
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     walk = Walk(checkpoint, sample.input_ids, dtype=dtype, device=device)
     masks = sample.mask.split([len(h) for h in walk.hidden])
     clock = Clock(device)
@@ -149,7 +209,7 @@ def bench(
     if not any(layer.skips for layer in layers):
         raise SurgeryError(
             f"no MLP of {checkpoint.source.location} has zeros to skip",
-            "`surgery relufy` makes them, and needs training after it",
+            "`surgery relufy` makes them",
         )
     return Bench(
         source=checkpoint.source.location,
@@ -159,6 +219,7 @@ def bench(
         threads=used,
         sample=sample,
         layers=tuple(layers),
+        load=load,
     )
 
 
@@ -187,30 +248,22 @@ def _time_layer(layer: Layer, walk: Walk, masks: Sequence[Tensor], clock: Clock)
     hook.remove()
     rows = torch.cat([x[m.to(x.device)] for x, m in zip(inputs, masks, strict=True)])
     tokens = rows[torch.linspace(0, len(rows) - 1, min(TIMED, len(rows))).long()]
-    if skipping is None:
-        (ms,) = clock.medians([dense], tokens)
-        return LayerBench(
-            index=layer.index,
-            sparsity=seen.sparsity,
-            left=1.0,
-            dense=ms,
-            skipping=ms,
-            error=0.0,
-            skips=False,
-        )
-    times = clock.medians([dense, skipping], tokens)
+    times = clock.times([dense] if skipping is None else [dense, skipping], tokens)
     return LayerBench(
         index=layer.index,
         sparsity=seen.sparsity,
-        left=seen.left,
-        dense=times[0],
-        skipping=times[1],
-        error=disagreement(dense, skipping, tokens),
+        left=1.0 if skipping is None else seen.left,
+        dense=statistics.median(times[0]),
+        skipping=statistics.median(times[-1]),
+        error=0.0 if skipping is None else disagreement(dense, skipping, tokens),
+        skips=skipping is not None,
+        dense_quartiles=quartiles(times[0]),
+        skipping_quartiles=quartiles(times[-1]),
     )
 
 
 def skipping_mlp(mlp: nn.Module, family: Family, activation: str) -> Any:
-    """A copy of an MLP that skips its zeros, or None where it has none by its making."""
+    """Return a copy of an MLP that skips its zeros; None where its activation gives none."""
     if hasattr(mlp, "sparse_decode"):
         skipping: Any = copy.deepcopy(mlp)
     elif activation in ZEROING:
@@ -225,9 +278,11 @@ def skipping_mlp(mlp: nn.Module, family: Family, activation: str) -> Any:
 
 
 class _Live:
-    """How many products are zeros, and what skipping reads of the weights: gate whole, up where the
-    gate is open (all of it where the product must be known first), down where the product is not
-    zero."""
+    """Counts zeros among the products, and what skipping reads of the weights.
+
+    It reads all of gate, up where the gate is open (all of it where the product must be known
+    first), and down where the product is not zero.
+    """
 
     def __init__(self, skipping: Any) -> None:
         self.skipping = skipping
@@ -236,14 +291,13 @@ class _Live:
         self.products = self.open = self.live = 0
 
     def add(self, taps: Taps, mask: Tensor) -> None:
+        """Count what the taps caught of a batch, on the tokens of its mask."""
         product, gate = (self._counted(taps, name, mask) for name in ("product", "gate"))
         self.products += product.numel()
         self.live += int(torch.count_nonzero(product))
-        opened = (
-            self.skipping.rule.opens(self.skipping.act, gate, self.skipping.threshold)
-            if self.gate_first
-            else torch.ones_like(product)
-        )
+        opened = torch.ones_like(product)
+        if self.gate_first:
+            opened = self.skipping.rule.opens(self.skipping.act, gate, self.skipping.threshold)
         self.open += int(torch.count_nonzero(opened))
 
     def _counted(self, taps: Taps, name: str, mask: Tensor) -> Tensor:
@@ -252,11 +306,12 @@ class _Live:
 
     @property
     def sparsity(self) -> float:
+        """The fraction of zeros among the products."""
         return 1 - self.live / self.products
 
     @property
     def left(self) -> float:
-        """The fraction of the MLP's bytes."""
+        """The fraction of the MLP's bytes that skipping reads."""
         up, down = self.open / self.products, self.live / self.products
         return (1 + up + down) / 3 if self.gated else (1 + down) / 2
 
@@ -265,7 +320,7 @@ class _Live:
 
 
 class Clock:
-    """Times functions of one token, taking turns, each with cold caches."""
+    """A clock for functions of one token, which take turns, each with cold caches."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -273,14 +328,24 @@ class Clock:
 
     @torch.no_grad()
     def medians(self, modules: Sequence[Callable[[Tensor], Tensor]], tokens: Tensor) -> list[float]:
-        """Milliseconds of each, over tokens [n, H]; the first is run once more, unmeasured."""
+        """Return the median milliseconds of each over tokens [n, H]."""
+        return [statistics.median(found) for found in self.times(modules, tokens)]
+
+    @torch.no_grad()
+    def times(
+        self, modules: Sequence[Callable[[Tensor], Tensor]], tokens: Tensor
+    ) -> list[list[float]]:
+        """Return the milliseconds of each module on each of the tokens [n, H].
+
+        The first token is run once more before, unmeasured.
+        """
         times: list[list[float]] = [[] for _ in modules]
         for number, token in enumerate([tokens[0], *tokens]):
             for found, module in zip(times, modules, strict=True):
                 elapsed = self._once(module, token.view(1, 1, -1))
                 if number:
                     found.append(elapsed)
-        return [statistics.median(found) for found in times]
+        return times
 
     def _once(self, module: Callable[[Tensor], Tensor], x: Tensor) -> float:
         self.other.add_(1)
@@ -295,9 +360,17 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
 
+def quartiles(times: Sequence[float]) -> Quartiles:
+    """Return the first and the third quartile."""
+    if len(times) < 2:
+        return times[0], times[0]
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, high
+
+
 @torch.no_grad()
 def disagreement(dense: nn.Module, skipping: nn.Module, tokens: Tensor) -> float:
-    """The largest ‖skipping − dense‖ / ‖dense‖ of tokens [n, H], each alone."""
+    """Return the largest ‖skipping − dense‖ / ‖dense‖ of tokens [n, H], each run alone."""
     errors = []
     for token in tokens:
         a, b = (module(token.view(1, 1, -1)).float() for module in (dense, skipping))

@@ -1,6 +1,6 @@
 """The command line: parse, call, render. Nothing below this package prints.
 
-Commands are imported when they are called and heavy modules inside them, so that `--help` needs
+Commands are imported when they are called, and heavy modules inside them, so that `--help` needs
 neither torch nor transformers.
 """
 
@@ -11,32 +11,35 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 import click
 
 from surgery import __version__
 from surgery.errors import ReportedElsewhere, SurgeryError, UsageError
 
-COMMANDS = {  # in the order of the help
+COMMANDS = {  # those with a module here, in the order of the help
     "inspect": "Weigh a model: parameters, FLOPs, bytes, milliseconds per token.",
     "analyze": "Measure on text how sparse the MLPs are.",
     "upcycle": "Turn each MLP into a mixture of copies, exactly.",
-    "carve": "ExpertSplit each MLP into experts of its own neurons.",
+    "carve": "Cut each MLP into experts of its own neurons.",
     "relufy": "Make the MLPs sparse: ReLU and kin, repaired.",
-    "memory": "Put product-key memory beside MLPs, exactly, or in their place.",
+    "memory": "Add product-key memory beside MLPs, exactly, or in their place.",
     "splinify": "Make the activation learnable, exactly.",
-    "run": "Do what a recipe says: one file describes a surgery.",
+    "run": "Run a recipe: one file that describes a surgery.",
     "recipes": "List, show and describe recipes.",
     "bench": "Time the MLPs as they decode: dense, and with zeros skipped.",
-    "verify": "Prove an output against its source.",
-    "finetune-script": "Write the script that trains an output, again.",
+    "verify": "Check an output against its source.",
+    "finetune-script": "Write the script that trains an output once more.",
     "push": "Publish a verified output on the Hub.",
     "families": "List the supported architectures.",
-    "demo": "Upcycle and relufy the embedded model, verify both.",
+    "demo": "Upcycle and relufy the embedded model, and verify both.",
     "completion": "Print the shell completion script.",
 }
-# not surgery.cli.run, which would hide this module's function
+AFTER_OPERATIONS = "run"  # the first command that is no operation
+# The module of `run` is not surgery.cli.run, which would hide this module's function.
 _MODULES = {"run": "recipes", "finetune-script": "finetune"}
+# Commands that run on one process even if several were started.
 _ALONE = (
     "inspect",
     "recipes",
@@ -47,25 +50,53 @@ _ALONE = (
     "families",
     "demo",
     "completion",
-)  # on one process
+)
+
+
+def generic() -> list[str]:
+    """Return the operations that have no module here: their commands are made from their records."""
+    from surgery import operations
+
+    return [name for name in operations.names() if name not in COMMANDS]
 
 
 class Commands(click.Group):
-    """Commands by name, each in a module of its own."""
+    """Commands by name, imported when they are asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(_summaries())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return None
+            return _generic(cmd_name)
         module = importlib.import_module(f"surgery.cli.{_MODULES.get(cmd_name, cmd_name)}")
         command: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl(list(_summaries().items()))
+
+
+def _summaries() -> dict[str, str]:
+    """Return the summaries of all commands in the order of the help, operations together."""
+    from surgery import operations
+
+    more = {name: operations.find(name).summary for name in generic()}
+    found: dict[str, str] = {}
+    for name, summary in COMMANDS.items():
+        found |= more if name == AFTER_OPERATIONS else {}
+        found[name] = summary
+    return found
+
+
+def _generic(name: str) -> click.Command | None:
+    """Return the command of an operation without a module here; None where there is none."""
+    if name not in generic():
+        return None
+    from surgery.cli.operation import command_of
+
+    return command_of(name)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -86,19 +117,28 @@ def surgery() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     sys.exit(run(arguments))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if _rank():
         if arguments[0] in _ALONE:
             return 0
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - the first process speaks for all
+        sys.stdout = sys.stderr = _nowhere()  # the first process speaks for all
     try:
         code = surgery.main(arguments, prog_name="surgery", standalone_mode=False)
         return code if isinstance(code, int) else 0
+    except (Exception, KeyboardInterrupt) as error:
+        return _failed(error)
+
+
+def _failed(error: BaseException) -> int:
+    """Report an error that is being handled, and return the exit code."""
+    try:
+        raise error
     except ReportedElsewhere:
         return 1
     except (KeyboardInterrupt, click.Abort):
@@ -113,51 +153,45 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except SurgeryError as e:
         return _report(e.message, e.hint, 1)
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - the reader of the pipe is gone
+        sys.stdout = _nowhere()  # the reader of the pipe is gone
         return 1
     except OSError as e:
-        hint = (
-            "free some space, then run the same command again"
-            if e.errno == errno.ENOSPC
-            else _DEBUG
-        )
+        full = e.errno == errno.ENOSPC
+        hint = "free some space, then run the same command again" if full else _DEBUG
         return _report(f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}", hint, 1)
     except Exception as e:
-        return _report(
-            f"unexpected {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
-            f"this is a bug; {_DEBUG}",
-            1,
-        )
+        first = str(e).splitlines()[0] if str(e) else ""
+        return _report(f"unexpected {type(e).__name__}: {first}", f"this is a bug; {_DEBUG}", 1)
 
 
 _DEBUG = "SURGERY_DEBUG=1 shows where"
 
 
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w")  # noqa: PTH123 - open until the process ends
+
+
 def _rank() -> int:
-    """The number of this process among those that torchrun or accelerate launch started
-    together.
-    """
+    """Return this process's rank among those of torchrun or accelerate launch; 0 if alone."""
     return int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 0
 
 
 def _report(message: str, hint: str, code: int) -> int:
+    """Print an error and its hint on stderr, and return the exit code."""
     if _rank():
-        if code in (2, 130):  # which all of them see
+        if code in (2, 130):  # every process sees these: the first one reports them
             return code
         sys.stderr, message = sys.__stderr__, f"process {_rank()}: {message}"
-    if os.environ.get("SURGERY_DEBUG") == "1" and sys.exc_info()[0] not in (
-        None,
-        KeyboardInterrupt,
-    ):
+    interrupted = code == 130
+    if os.environ.get("SURGERY_DEBUG") == "1" and not interrupted:
         import traceback
 
         traceback.print_exc()
     message = " ".join(
         line.strip() for line in message.splitlines()
-    )  # click lists choices one a line
-    click.echo(
-        click.style("error: ", fg="red", bold=True) + message if code != 130 else message, err=True
-    )
+    )  # click lists choices in lines
+    prefix = "" if interrupted else click.style("error: ", fg="red", bold=True)
+    click.echo(prefix + message, err=True)
     if hint:
         click.echo(f"hint: {hint}", err=True)
     return code

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from surgery.analysis.bench import Bench
 
 
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
     help="Tokens of text to run.",
 )
 @click.option(
-    "--threads", type=click.IntRange(min=1), help="Threads on a CPU. [default: torch's own number]"
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Threads on a CPU. [default: as many as torch takes]",
 )
 @click.option(
     "--device", metavar="NAME", help="Where to compute: cuda, cpu. [default: the fastest there is]"
@@ -36,7 +40,7 @@ if TYPE_CHECKING:
     "--trust-remote-code", is_flag=True, help="Let code that comes with the checkpoint run."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress.")
 def bench_command(
     model: str,
     tokens: int,
@@ -48,9 +52,9 @@ def bench_command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Time the MLPs of MODEL as it decodes one sequence: dense, and with the zeros skipped by the
-    code that travels with a sparse checkpoint, at the sparsity that the model has on the built-in
-    text. MODEL is such a checkpoint, or one with ReLU.
+    """Time the MLPs of MODEL as it decodes one sequence: dense, and with zeros skipped by the custom
+    code of a sparse checkpoint, at the sparsity that the model has on the built-in text. MODEL is
+    such a checkpoint, or one with ReLU. Nothing else should run on the machine meanwhile.
 
     \b
     Examples:
@@ -69,7 +73,7 @@ def bench_command(
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     computing = choose_device(device)
     if computing == "mps" and device:
-        raise UsageError("neurons are skipped on cuda and cpu alone", "give --device cpu")
+        raise UsageError("neurons are skipped on cuda and cpu only", "give --device cpu")
     computing = computing if computing != "mps" else "cpu"
     checkpoint = open_checkpoint(model, revision=revision)
     require_trust(checkpoint, trust_remote_code)
@@ -90,48 +94,44 @@ def bench_command(
 
 
 def _show(found: Bench) -> None:
-    from rich import box
-    from rich.table import Table
-
     from surgery.analysis.bench import TIMED
     from surgery.cli import screen
 
     where = found.device + (f", {found.threads} threads" if found.threads else "")
     screen.show(found.verdict)
+    screen.show(f"{found.source} · {found.model_type} · {found.dtype} on {where} · one sequence")
+    screen.show(f"medians of {TIMED} tokens, with their quartiles\n")
+    screen.show(_table(found))
     screen.show(
-        f"{found.source} · {found.model_type} · {found.dtype} on {where} · one sequence, medians of {TIMED} tokens\n"
-    )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for i, column in enumerate(
-        ("layer", "sparsity", "dense ms", "skipping ms", "speedup", "ideal", "bytes left", "error")
-    ):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
-    for layer in found.layers:
-        cells = (
-            [
-                f"{layer.skipping:.3f}",
-                f"{layer.dense / layer.skipping:.2f}x",
-                f"{1 / layer.left:.2f}x",
-                f"{layer.left:.0%}",
-                f"{layer.error:.0e}",
-            ]
-            if layer.skips
-            else []
-        )
-        table.add_row(str(layer.index), f"{layer.sparsity:.1%}", f"{layer.dense:.3f}", *cells)
-    table.add_section()
-    table.add_row(
-        "all",
-        f"{found.sparsity:.1%}",
-        f"{found.dense:.3f}",
-        f"{found.skipping:.3f}",
-        f"{found.speedup:.2f}x",
-        f"{found.ideal:.2f}x",
-        style="bold",
-    )
-    screen.show(table)
-    screen.show(
-        "\nideal: if time were bytes read · error: of the MLP's output against dense, the largest of a token"
+        "\nideal: if time were proportional to the bytes read\n"
+        "error: of the MLP's output against dense, the largest of a token"
     )
     if not found.sample.text:
-        screen.show("note: the tokens are random: the sparsity of real text is another one")
+        screen.show("note: the tokens are random, and real text has another sparsity")
+    for warning in found.warnings:
+        screen.show(f"warning: {warning}")
+
+
+def _table(found: Bench) -> Table:
+    from surgery.cli import screen
+
+    names = ("sparsity", "dense ms", "quartiles", "skipping ms", "quartiles", "speedup", "ideal")
+    table = screen.columns("layer", *names, "bytes left", "error")
+    for layer in found.layers:
+        dense = (f"{layer.dense:.3f}", _range(layer.dense_quartiles))
+        skipping = (f"{layer.skipping:.3f}", _range(layer.skipping_quartiles))
+        speeds = (f"{layer.dense / layer.skipping:.2f}x", f"{1 / layer.left:.2f}x")
+        cells = (*skipping, *speeds, f"{layer.left:.0%}", f"{layer.error:.0e}")
+        table.add_row(
+            str(layer.index), f"{layer.sparsity:.1%}", *dense, *(cells if layer.skips else ())
+        )
+    table.add_section()
+    dense = (f"{found.dense:.3f}", _range(found.quartiles("dense")))
+    skipping = (f"{found.skipping:.3f}", _range(found.quartiles("skipping")))
+    speeds = (f"{found.speedup:.2f}x", f"{found.ideal:.2f}x")
+    table.add_row("all", f"{found.sparsity:.1%}", *dense, *skipping, *speeds, style="bold")
+    return table
+
+
+def _range(quartiles: tuple[float, float]) -> str:
+    return f"{quartiles[0]:.3f}–{quartiles[1]:.3f}"

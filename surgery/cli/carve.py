@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from surgery.cli.options import CommonOptions, calibrated, converting, execute, parse_rank
+from surgery.cli.presets import preset, quality
 from surgery.errors import UsageError
 from surgery.operations.carve import ALLOCATIONS, METHODS, ROUTERS, carve
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command("carve")
@@ -22,19 +20,21 @@ if TYPE_CHECKING:
     default=16,
     show_default=True,
     metavar="E",
-    help="Parts that each MLP is cut into, shared ones among them.",
+    help="Parts that each MLP is cut into, shared ones included.",
 )
 @click.option(
     "--active",
     metavar="A",
-    help="Parts that a token passes, shared ones among them, or a list, one number a layer. [default: three quarters]",
+    help="Parts that a token passes, shared ones included: one number, or one for each layer. "
+    "[default: three quarters]",
 )
+@quality("carve")
 @click.option(
     "--allocation",
     type=click.Choice(ALLOCATIONS),
     default="uniform",
     show_default=True,
-    help="greedy: more active parts in layers where they matter most, A in the mean.",
+    help="greedy: more active parts in layers where they matter most, A on average.",
 )
 @click.option(
     "--shared",
@@ -49,40 +49,41 @@ if TYPE_CHECKING:
     type=click.Choice(METHODS),
     default="mass",
     show_default=True,
-    help="Which neurons stand together, see below.",
+    help="Which neurons are grouped together; see Methods above.",
 )
 @click.option(
     "--router",
     type=click.Choice(ROUTERS),
     default="trained",
     show_default=True,
-    help="What chooses among them, see below.",
+    help="What chooses the parts of a token; see Routers above.",
 )
 @click.option(
     "--repair",
     type=click.Choice(["none", "ridge"]),
     default="ridge",
     show_default=True,
-    help="none: the weights stay; ridge: refit down_proj.",
+    help="none: keep the weights; ridge: refit down_proj.",
 )
 @click.option(
     "--bypass",
     metavar="RANK",
     default="0",
-    help="A linear map beside the MLP that the repair fits too: its rank, or full. Costs bytes; for few active parts.",
+    help="Fit a linear map beside the MLP too, of this rank or `full`. It costs bytes, and helps "
+    "where few parts are active.",
 )
-@click.option("--seed", default=0, show_default=True, help="Decides what is drawn at random.")
+@click.option("--seed", default=0, show_default=True, help="Of all random numbers.")
 @click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
 @click.option(
     "--sweep",
     metavar="LIST",
-    help="Write nothing; show the quality with these percentages active, like 25,50,75,100.",
+    help="Write nothing. Show the quality with these percentages active, like 25,50,75,100.",
 )
 @click.option(
     "--plot",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="With --sweep: draw it, as .png, .svg or .pdf.",
+    help="With --sweep: draw it to a .png, .svg or .pdf.",
 )
 @calibrated
 @converting
@@ -97,11 +98,11 @@ def carve_command(
     bypass: str,
     **options: Any,
 ) -> int:
-    """ExpertSplit each MLP of MODEL into experts, of which a token passes some: its own neurons in another
-    order behind a new router, and no training. With all parts active it is the same function, which
-    is verified. --sweep shows what fewer cost, beside a random split and a router that knows. A
-    relufied model keeps its thresholds and its bypass. Without MODEL, the checkpoint in this
-    folder.
+    """Cut each MLP of MODEL into experts, of which a token passes only some: its own neurons in
+    another order behind a new router, without training. With all parts active it is the same
+    function, which is verified. --sweep shows what fewer parts cost, beside a random split and an
+    ideal router. A relufied model keeps its thresholds and its bypass. Without MODEL, convert the
+    checkpoint in this folder.
 
     \b
     Methods:
@@ -109,11 +110,18 @@ def carve_command(
       kmeans        balanced k-means of the rows of gate and up (LLaMA-MoE)
       coactivation  balanced cut of the graph of neurons that fire together (MoEfication)
       cmoe          balanced assignment of activation markers (CMoE)
-      mass          groups that hold as much as can be of what the active ones add
+      mass          groups that hold as much as possible of what the active neurons add
     Routers:
       centroids     the mean direction of an expert's rows of gate
-      trained       a small MLP, trained in seconds a layer for the experts with most mass
-      analytic      one neuron of each expert stands for it (CMoE)
+      trained       a small MLP, trained within seconds per layer to find the experts with most mass
+      analytic      one neuron of each expert represents it (CMoE)
+
+    \b
+    Quality:
+      fast     8,192 tokens of text: an eighth of the calibration time of default
+      default  65,536 tokens, no bypass
+      best     131,072 tokens, --bypass full: two to three times the time, and one more [H, H]
+               matrix to read in each layer
 
     \b
     Examples:
@@ -127,25 +135,32 @@ def carve_command(
 
     if plot and not sweep:
         raise UsageError("--plot draws a sweep", "give --sweep 25,50,75,100 with it")
-    options |= {
-        "shared": shared_parts,
-        "bypass": parse_rank(bypass),
-        "layers": parse_layers(layers),
-    }
+    options |= {"shared": shared_parts, "layers": parse_layers(layers), "calibration": calibration}
+    options = _with_preset(options | {"bypass": bypass})
     if sweep and (common.out or common.dry_run or active is not None):
         raise UsageError(
             "--sweep writes nothing, and --out, --dry-run and --active are of an output",
             "leave them out",
         )
     if sweep:
-        _sweep(common, calibration, _fractions(sweep), plot, options)
+        _sweep(common, _fractions(sweep), plot, options)
         return 0
-    options |= {"active": _active(active), "calibration": calibration}
+    options["active"] = _active(active)
     return execute(common, lambda source: carve(source, **options))
 
 
+def _with_preset(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of `carve`, with what --quality sets where nothing else was given."""
+    found = preset("carve", options.pop("quality"))
+    if options["repair"] == "none":
+        found.pop("bypass", None)  # no repair would fit it
+    tokens = {"tokens": found.pop("tokens")} if "tokens" in found else {}
+    made = options | found | {"calibration": tokens | options["calibration"]}
+    return made | {"bypass": parse_rank(made["bypass"])}
+
+
 def _active(text: str | None) -> int | list[int] | None:
-    """From "12" or "16,15,12". Raises UsageError for anything else."""
+    """Parse "12" or "16,15,12". Raises UsageError for anything else."""
     try:
         numbers = [int(part) for part in text.split(",")] if text is not None else None
     except ValueError:
@@ -156,7 +171,7 @@ def _active(text: str | None) -> int | list[int] | None:
 
 
 def _fractions(text: str) -> list[float]:
-    """From "25,50". Raises UsageError for anything else."""
+    """Parse "25,50" into fractions. Raises UsageError for anything else."""
     try:
         return [float(part) / 100 for part in text.split(",")]
     except ValueError:
@@ -164,11 +179,7 @@ def _fractions(text: str) -> list[float]:
 
 
 def _sweep(
-    common: CommonOptions,
-    calibration: dict[str, Any],
-    fractions: list[float],
-    plot: Path | None,
-    options: dict[str, Any],
+    common: CommonOptions, fractions: list[float], plot: Path | None, options: dict[str, Any]
 ) -> None:
     from surgery.calibration.settings import Calibration
     from surgery.cli import screen
@@ -179,19 +190,13 @@ def _sweep(
 
     if plot:
         report.require_plot(plot)
-    silent = common.quiet or common.as_json
-    if silent:
+    options["calibration"] = Calibration.of(options["calibration"])
+    if common.silent:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     source = open_checkpoint(common.model, revision=common.revision, stream=common.stream)
     require_trust(source, common.trust_remote_code)
-    with screen.Bars(quiet=silent).stage("carving", 0, "layer") as progress:
-        found = sweep(
-            source,
-            fractions=fractions,
-            calibration=Calibration.of(calibration),
-            progress=progress,
-            **options,
-        )
+    with screen.Bars(quiet=common.silent).stage("carving", 0, "layer") as progress:
+        found = sweep(source, fractions=fractions, progress=progress, **options)
     if plot:
         report.plot(found, plot)
     if common.as_json:

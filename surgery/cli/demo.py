@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,11 @@ RECIPES = {"upcycled": "demo-upcycle", "relufied": "demo-relufy"}
     show_default=True,
     help="Output folder.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress bars and no table.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing.")
 def demo_command(out: Path, as_json: bool, quiet: bool) -> int:
     """Upcycle and relufy the model that comes with the package, verify both, and print what
-    happened. No network.
+    happened, in order. It takes about a minute and needs no network.
 
     \b
     Examples:
@@ -35,13 +36,22 @@ def demo_command(out: Path, as_json: bool, quiet: bool) -> int:
     """
     from surgery.cli import screen
 
-    bars = screen.Bars(quiet=quiet or as_json)
-    results = {name: _convert(recipe, out / name, bars) for name, recipe in RECIPES.items()}
+    bars, shows = screen.Bars(quiet=quiet or as_json), not (quiet or as_json)
+    if shows:
+        screen.show(_beginning())
+    results: dict[str, Result] = {}
+    for number, (name, recipe) in enumerate(RECIPES.items(), 1):
+        if shows:
+            screen.show(f"\n{number}. {_command(recipe, out / name)}")
+        results[name] = _convert(recipe, out / name, bars)
+        if shows:
+            _show(results[name])
     rows = _rows(results)
     if as_json:
         screen.echo_json(rows)
-    elif not quiet:
-        _show(rows, out)
+    elif shows:
+        _show_rows(rows)
+        _show_next(results)
     return 0 if all(r["passed"] for r in rows) else 1
 
 
@@ -89,44 +99,64 @@ def _rows(results: dict[str, Result]) -> list[dict[str, Any]]:
     return rows
 
 
-def _show(rows: list[dict[str, Any]], out: Path) -> None:
-    from rich.table import Table
+# --- on the screen --------------------------------------------------------------------------------
 
+
+def _beginning() -> str:
+    """Return what is going to be operated on."""
+    from surgery.analysis.weigh import weigh
+    from surgery.demo import MODEL
+    from surgery.report.inspection import quantity
+    from surgery.storage import open_checkpoint
+
+    checkpoint = open_checkpoint(MODEL)
+    weights = weigh(checkpoint, checkpoint.config)
+    size = f"{len(weights.layers)} layers, {quantity(weights.parameters(), digits=3)} parameters"
+    return f"The embedded model: a {weights.model_type} of {size}, trained on speeches"
+
+
+def _command(recipe: str, out: Path) -> str:
+    """Return the command that makes this output alone."""
+    import shlex
+
+    return shlex.join(["surgery", "run", recipe, "--out", str(out)])
+
+
+def _show(result: Result) -> None:
+    """Print what was done, and what that did to the function."""
+    from surgery.cli import screen
+    from surgery.proof import verdict
+    from surgery.report import methods
+
+    already = ", and was there already" if result.already else ""
+    for step in result.record["recipe"]:
+        screen.show(f"   Done: {methods.done(step['operation'], step)}{already}")
+    if result.verification:
+        verification = result.verification.as_dict()
+        screen.show(f"   {verdict.headline(verification)}")
+        screen.show(f"   {verdict.files_checked(verification)}")
+
+
+def _show_rows(rows: list[dict[str, Any]]) -> None:
+    """Print the models side by side."""
     from surgery.cli import screen
 
-    table = Table(title="The embedded model, upcycled and relufied", title_justify="left")
-    for column in (
-        "",
-        "architecture",
-        "parameters",
-        "active",
-        "activation",
-        "perplexity",
-        "max |Δlogit|",
-        "verified",
-    ):
-        table.add_column(
-            column,
-            justify="right"
-            if column in ("parameters", "active", "perplexity", "max |Δlogit|")
-            else "left",
-        )
-    for r in rows:
-        delta = (
-            "" if r["max_logit_difference"] is None else screen.number(r["max_logit_difference"])
-        )
-        table.add_row(
-            r["model"],
-            r["architecture"],
-            f"{r['parameters']:,}",
-            f"{r['active_parameters']:,}",
-            r["activation"],
-            screen.number(r["perplexity"]),
-            delta,
-            "" if r["model"] == "source" else "yes" if r["passed"] else "NO",
-        )
+    table = screen.columns("", "parameters", "active", "activation", "architecture")
+    for row in rows:
+        sizes = (f"{row['parameters']:,}", f"{row['active_parameters']:,}")
+        table.add_row(row["model"], *sizes, row["activation"], row["architecture"])
+    screen.show("")
     screen.show(table)
-    screen.show(
-        "Upcycling kept the function: the fp32 logits are the same. Relufying changed it; the perplexity shows by how much.\n"
-        f"Both load with transformers: AutoModelForCausalLM.from_pretrained({str(out / 'upcycled')!r})"
-    )
+
+
+def _show_next(results: Mapping[str, Result]) -> None:
+    """Print what to do with the two outputs, and with a model of one's own."""
+    from surgery.cli import following, outcome, screen
+
+    relufied = results["relufied"]
+    outcome.show_next(relufied.folder, relufied.record)
+    upcycled = results["upcycled"].folder
+    screen.show(f"  {'load':<11}{following.load(str(upcycled))}")
+    screen.show("\nWith a model of your own:")
+    for command in ("inspect", "relufy --dry-run", "upcycle --dry-run"):
+        screen.show(f"  surgery {command} ./my-model")

@@ -46,7 +46,8 @@ def families_command(as_json: bool) -> None:
     screen.show(table)
     screen.show_notes(
         [
-            "surgery, and with code: a block whose code travels with the checkpoint (trust_remote_code), of a language model alone"
+            "surgery, with code, and the last column: custom code that is saved with the checkpoint "
+            "and needs trust_remote_code; for language models only"
         ]
     )
 

@@ -14,7 +14,8 @@ from surgery.cli.options import CommonOptions, calibrated, converting, execute
 @click.option(
     "--layers",
     metavar="LIST|auto",
-    help="Layers, like 8,16; auto: those whose MLPs are cheapest to replace. [default: three, beside]",
+    help="Layers, like 8,16; auto: those whose MLPs are cheapest to replace. "
+    "[default: three layers, where memory goes beside the MLP]",
 )
 @click.option(
     "--count",
@@ -28,12 +29,12 @@ from surgery.cli.options import CommonOptions, calibrated, converting, execute
     type=click.Choice(["beside", "replace"]),
     default="beside",
     show_default=True,
-    help="beside: the MLP stays, and zero is added to it; replace: it goes.",
+    help="beside: keep the MLP, and add zero to it at first; replace: take its place.",
 )
 @click.option(
     "--init",
     type=click.Choice(["slots", "fit", "zero", "random"]),
-    help="Of a memory in the MLP's place. [default: slots]",
+    help="How a memory in the MLP's place begins; see Inits above. [default: slots]",
 )
 @click.option(
     "--kind",
@@ -45,13 +46,14 @@ from surgery.cli.options import CommonOptions, calibrated, converting, execute
 @click.option(
     "--slots",
     metavar="N",
-    help="Slots of the table, a square, like 1M. [default: 1M beside, 4k in place, as many as neurons to find]",
+    help="Slots of the table, a square number, like 1M. "
+    "[default: 1M beside, 4k in place, as many as there are neurons to find]",
 )
-@click.option("--heads", type=int, help="Lookups of a token. [default: 4 beside, 1 in place]")
+@click.option("--heads", type=int, help="Lookups per token. [default: 4 beside, 1 in place]")
 @click.option(
     "--knn",
     type=int,
-    help="Slots that a head reads. [default: 32 beside, 16 in place, neurons that --reads allows]",
+    help="Slots that a head reads. [default: 32 beside, 16 in place, or what --reads allows]",
 )
 @click.option(
     "--key-dim", type=int, help="Dimensions of a head's query. [default: 512 beside, 32 in place]"
@@ -65,7 +67,7 @@ from surgery.cli.options import CommonOptions, calibrated, converting, execute
 @click.option(
     "--sparse-gradients",
     is_flag=True,
-    help="Gradients of the table for the rows alone that were read.",
+    help="Store gradients of the table only for the rows that were read.",
 )
 @click.option(
     "--reads",
@@ -73,14 +75,14 @@ from surgery.cli.options import CommonOptions, calibrated, converting, execute
     default=0.5,
     show_default=True,
     metavar="FRACTION",
-    help="What a token reads in the MLP's place, of the MLP's bytes.",
+    help="What a token reads in the MLP's place, as a fraction of the MLP's bytes.",
 )
 @click.option(
     "--find",
     type=click.Choice(["always", "product-keys"]),
     default="always",
     show_default=True,
-    help="The neurons of --init slots: always the same, or those that a token's query finds.",
+    help="The neurons of --init slots: always the same ones, or those that a token's query finds.",
 )
 @click.option(
     "--distill",
@@ -89,7 +91,7 @@ from surgery.cli.options import CommonOptions, calibrated, converting, execute
     metavar="STEPS",
     help="Optimise the neurons that --init slots keeps, like 80. [default: 0]",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of what is drawn.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of all random numbers.")
 @calibrated
 @converting
 def memory_command(
@@ -99,17 +101,17 @@ def memory_command(
     slots: str | None,
     **options: Any,
 ) -> int:
-    """Give layers of MODEL a memory: a large table of which a token looks few values up, by product
-    keys. Beside the MLP the function of the model stays the same until the memory is trained. In
-    the MLP's place it is fitted on calibration text, and the verification shows what that costs.
-    Without MODEL, the checkpoint in this folder.
+    """Give layers of MODEL a memory: a large table in which a token looks up few values, by product
+    keys. Beside the MLP, the function of the model stays the same until the memory is trained. In
+    the MLP's place, it is fitted on calibration text, and the verification shows what that costs.
+    Without MODEL, convert the checkpoint in this folder.
 
     \b
     Inits in the MLP's place:
-      slots   the MLP's own neurons that matter most, and a memory of what they lack
-      fit     an affine map, and a memory of what it lacks
+      slots   the MLP's own neurons that matter most, and a memory fitted to the rest
+      fit     an affine map, and a memory fitted to the rest
       zero    a memory of zeros: the model without that MLP
-      random  as memory layers are drawn to be trained from scratch
+      random  random values, as for training from scratch
 
     \b
     Examples:
@@ -132,7 +134,7 @@ def memory_command(
 
 
 def parse_slots(text: str) -> int:
-    """1048576 of "1M", 4096 of "4k" or "4096". Raises click.UsageError for anything else."""
+    """Parse a number like "4096", "4k" or "1M". Raises click.UsageError for anything else."""
     match = re.fullmatch(r"(\d+)([kKmM]?)", text)
     if not match:
         raise click.UsageError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,102 +17,110 @@ if TYPE_CHECKING:
     from surgery.cli.screen import Bars
     from surgery.storage.processes import Group
     from surgery.workflow.convert import Result
+    from surgery.workflow.publish import Pushed
 
 F = TypeVar("F", bound=Callable[..., Any])
+Decorator = Callable[[Any], Any]
 
-_CONVERTING = (
-    click.argument("model", default="."),
-    click.option("--revision", help="Branch, tag or commit of a Hub id."),
-    click.option(
+_CONVERTING: dict[str, Decorator] = {
+    "model": click.argument("model", default="."),
+    "revision": click.option("--revision", help="Branch, tag or commit of a Hub id."),
+    "dtype": click.option(
         "--dtype",
         metavar="NAME",
         help="Convert weights to bf16, fp16 or fp32 while writing. [default: each tensor's own]",
     ),
-    click.option(
+    "max_shard_size": click.option(
         "--max-shard-size", metavar="SIZE", help="Largest shard, like 5GB or 500MB. [default: 5GB]"
     ),
-)
+}
 
-_WRITING = (
-    click.option(
+_WRITING: dict[str, Decorator] = {
+    "out": click.option(
         "--out",
         metavar="FOLDER",
-        help="Output folder, or a URL like s3://bucket/name. [default: beside MODEL, with a telling name]",
+        help="Output folder, or a URL like s3://bucket/name. "
+        "[default: beside MODEL, named after the conversion]",
     ),
-    click.option("--no-verify", is_flag=True, help="Leave out the verification."),
-    click.option(
+    "no_verify": click.option("--no-verify", is_flag=True, help="Leave out the verification."),
+    "push": click.option(
         "--push",
         metavar="REPO",
         help="Then publish it on the Hub as OWNER/NAME, as `surgery push` does.",
     ),
-    click.option("--private", is_flag=True, help="With --push: create it as a private one."),
-    click.option(
+    "private": click.option(
+        "--private", is_flag=True, help="With --push: create a private repository."
+    ),
+    "pr": click.option(
         "--pr", is_flag=True, help="With --push: leave a pull request open instead of merging it."
     ),
-    click.option(
+    "stream": click.option(
         "--stream",
         is_flag=True,
-        help="Keep no copy of what is downloaded: a shard or two at a time are on the disk.",
+        help="Keep no copy of what is downloaded: only a shard or two are on the disk at a time.",
     ),
-    click.option(
+    "trust_remote_code": click.option(
         "--trust-remote-code", is_flag=True, help="Let code that comes with the checkpoint run."
     ),
-    click.option(
-        "--print-recipe", is_flag=True, help="Print the recipe that this amounts to. Write nothing."
+    "print_recipe": click.option(
+        "--print-recipe", is_flag=True, help="Print the recipe of this command. Write nothing."
     ),
-    click.option(
+    "dry_run": click.option(
         "--dry-run",
         is_flag=True,
-        help="Print the plan: files, sizes, downloads, memory, free space. Write nothing.",
+        help="Print the plan: files, sizes, downloads, memory, time. Write nothing.",
     ),
-    click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
-    click.option("--quiet", "-q", is_flag=True, help="No progress bars and no tables."),
-)
+    "as_json": click.option(
+        "--json", "as_json", is_flag=True, help="Print JSON instead of tables."
+    ),
+    "quiet": click.option("--quiet", "-q", is_flag=True, help="No progress and no tables."),
+}
 
-_CALIBRATED = (
-    click.option(
+_CALIBRATED: dict[str, Decorator] = {
+    "tokens": click.option(
         "--tokens", type=click.IntRange(min=1), help="Tokens to calibrate on. [default: 65536]"
     ),
-    click.option(
+    "sequence_length": click.option(
         "--sequence-length", type=click.IntRange(min=2), help="Tokens of a sequence. [default: 512]"
     ),
-    click.option(
+    "text": click.option(
         "--text",
         metavar="PATH",
         help="Text to calibrate on: a file, a .jsonl or a folder. [default: built-in, mixed]",
     ),
-    click.option(
+    "dataset": click.option(
         "--dataset",
         metavar="ID",
         help="A data set of the Hub to calibrate on, OWNER/NAME or OWNER/NAME:CONFIGURATION.",
     ),
-    click.option(
+    "generated": click.option(
         "--generated",
         type=click.FloatRange(0, 1),
         metavar="FRACTION",
-        help="Of the tokens, the part that the model writes itself, for more domains; it must fit in memory. [default: 0]",
+        help="The part of the tokens that the model writes itself, which covers more domains. "
+        "The model must fit in memory. [default: 0]",
     ),
-    click.option(
+    "device": click.option(
         "--device",
         metavar="NAME",
         help="Where to calibrate: cuda, mps, cpu. [default: the fastest there is]",
     ),
-    click.option(
+    "calibration_dtype": click.option(
         "--calibration-dtype",
         type=click.Choice(["bf16", "fp16", "fp32"]),
         help="Calibrate in. [default: bf16 where that is fast]",
     ),
-    click.option(
+    "memory_budget": click.option(
         "--memory-budget",
         metavar="SIZE",
         help="Hidden states held in memory, like 2GB; the rest goes to TMPDIR. [default: all]",
     ),
-)
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommonOptions:
-    """The values of the shared options."""
+    """The values of the shared options; `finetune` are options of the script in finetune/."""
 
     model: str
     revision: str | None
@@ -129,9 +137,7 @@ class CommonOptions:
     dry_run: bool
     as_json: bool
     quiet: bool
-    finetune: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # options of the script beside the output
+    finetune: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def silent(self) -> bool:
@@ -140,6 +146,7 @@ class CommonOptions:
 
     @property
     def shard_bytes(self) -> int | None:
+        """The largest shard in bytes; None for the default."""
         from surgery.checkpoint import parse_size
 
         return parse_size(self.max_shard_size) if self.max_shard_size else None
@@ -150,12 +157,11 @@ class CommonOptions:
         return self.out if self.out and "://" in self.out else None
 
 
-def _with_options(
-    function: F, wrapped: Callable[..., Any], options: Sequence[Callable[[Any], Any]]
-) -> F:
-    """`wrapped` as the command `function`, with what click knows of it already and `options` before
-    that.
-    """
+# --- decorators of commands -----------------------------------------------------------------------
+
+
+def _with_options(function: F, wrapped: Callable[..., Any], options: Sequence[Decorator]) -> F:
+    """Return `wrapped` as the command `function`, whose own options come after `options`."""
     wrapped.__name__, wrapped.__doc__ = function.__name__, function.__doc__
     wrapped.__click_params__ = list(getattr(function, "__click_params__", []))  # type: ignore[attr-defined]
     for option in reversed(options):
@@ -163,65 +169,48 @@ def _with_options(
     return wrapped  # type: ignore[return-value]
 
 
-def converting(function: F) -> F:
-    """Add MODEL and the shared options; the command receives them as one `CommonOptions`, `common`."""
+def converting(function: F, without: Collection[str] = ()) -> F:
+    """Add MODEL and the shared options; the command receives them as one `CommonOptions`, `common`.
+
+    Those in `without` are left out, because the command has options of its own by these names.
+    """
+    known = _CONVERTING | _WRITING
+    names = [name for name in known if name not in without]
 
     def wrapped(**values: Any) -> Any:
-        common = CommonOptions(
-            **{
-                name: values.pop(name)
-                for name in CommonOptions.__dataclass_fields__
-                if name in values
-            }
-        )
-        return function(common=common, **values)
+        found: dict[str, Any] = dict.fromkeys(known)
+        found |= {name: values.pop(name) for name in names}
+        return function(common=CommonOptions(**found), **values)
 
-    return _with_options(function, wrapped, (*_CONVERTING, *_WRITING))
+    return _with_options(function, wrapped, [known[name] for name in names])
 
 
 def writing(function: F) -> F:
-    """Add those of the shared options that no recipe holds; the command receives their values as
-    `options`.
-    """
-    names = [
-        n
-        for n in CommonOptions.__dataclass_fields__
-        if n not in ("model", "revision", "dtype", "max_shard_size")
-    ]
+    """Add the shared options that no recipe holds; the command receives them as `options`."""
 
     def wrapped(**values: Any) -> Any:
-        options = {name: values.pop(name) for name in names if name in values}
+        options = {name: values.pop(name) for name in _WRITING}
         return function(options=options, **values)
 
-    return _with_options(function, wrapped, _WRITING)
+    return _with_options(function, wrapped, list(_WRITING.values()))
 
 
 def calibrated(function: F) -> F:
-    """Add the options of a calibration; the command receives what was given of them as
-    `calibration`.
-    """
-    names = (
-        "tokens",
-        "sequence_length",
-        "text",
-        "dataset",
-        "generated",
-        "device",
-        "calibration_dtype",
-        "memory_budget",
-    )
+    """Add the options of a calibration; the command receives those given as `calibration`."""
 
     def wrapped(**values: Any) -> Any:
         from surgery.checkpoint import parse_size
 
-        given = {
-            n.removeprefix("calibration_"): v for n in names if (v := values.pop(n)) is not None
-        }
+        found = {name: values.pop(name) for name in _CALIBRATED}
+        given = {n.removeprefix("calibration_"): v for n, v in found.items() if v is not None}
         if "memory_budget" in given:
             given["memory_budget"] = parse_size(given["memory_budget"])
         return function(calibration=given, **values)
 
-    return _with_options(function, wrapped, _CALIBRATED)
+    return _with_options(function, wrapped, list(_CALIBRATED.values()))
+
+
+# --- what a command does --------------------------------------------------------------------------
 
 
 def execute(
@@ -230,9 +219,9 @@ def execute(
     *,
     hardlink: bool = False,
 ) -> int:
-    """Open, operate, write, verify, deliver, show, alone or as one of several processes.
+    """Open, operate, write, verify, deliver and show; return the exit code.
 
-    Returns the exit code.
+    It may be one of several processes that do this together.
     """
     from surgery.operations.cast import cast
     from surgery.storage import open_checkpoint
@@ -274,6 +263,7 @@ def _print_recipe(common: CommonOptions, output: Checkpoint) -> int:
 
 def _show_plan(common: CommonOptions, source: Checkpoint, output: Checkpoint) -> int:
     from surgery.cli import screen
+    from surgery.cli.plan import show_plan
     from surgery.workflow import dry_run
 
     out, verify = _folder(common, source, output), not common.no_verify
@@ -281,12 +271,15 @@ def _show_plan(common: CommonOptions, source: Checkpoint, output: Checkpoint) ->
     planned = dry_run.describe(source, output, out, max_shard_size=size, verify=verify)
     if common.url:
         planned |= {"out": common.url, "staged": str(out)}
-    screen.show_plan(planned, source, common.as_json)
+    if common.as_json:
+        screen.echo_json(planned)
+    else:
+        show_plan(planned, source)
     return 0
 
 
 def _folder(common: CommonOptions, source: Checkpoint, output: Checkpoint) -> Path:
-    """Return the folder that is written; what goes to a URL is staged beside."""
+    """Return the folder that is written; what goes to a URL is staged in this folder."""
     from surgery.workflow.record import default_out, suffix
 
     if common.url:
@@ -324,15 +317,12 @@ def _convert(
         observer=observer,
         group=group,
     )
-    if result is None:  # one of several processes, and not the first
-        return 0
-    if not common.as_json:
-        screen.show_result(result, quiet=common.quiet)
-    return _deliver(common, result, observer)
+    # Only the first of several processes has a result.
+    return 0 if result is None else _deliver(common, result, observer)
 
 
 def _check_delivery(common: CommonOptions) -> None:
-    """Before hours of work: can the output be delivered at all?"""
+    """Raise an error before hours of work if the output could not be delivered."""
     from surgery.errors import UsageError
 
     if (common.private or common.pr) and not common.push:
@@ -350,42 +340,62 @@ def _check_delivery(common: CommonOptions) -> None:
 
 
 def _deliver(common: CommonOptions, result: Result, observer: Bars) -> int:
-    """Send the output where it is to go, show that; the exit code."""
-    from surgery.cli import screen
-    from surgery.cli.push import show
-    from surgery.workflow import publish
-    from surgery.workflow.delivery import deliver
+    """Show the output, send it where it is to go, and return the exit code."""
+    from surgery.cli import outcome, screen
 
-    passed, found = (
-        result.verification is None or result.verification.passed,
-        {"out": str(result.folder), **result.record},
-    )
+    shows = not common.silent
+    if shows:
+        outcome.show_result(result)
+    passed = result.verification is None or result.verification.passed
+    found = {"out": str(result.folder), **result.record}
     if passed and common.url:
-        deliver(result, common.url, observer)
-        found["out"] = common.url
-        if not (common.quiet or common.as_json):
-            screen.show(f"moved to {common.url}")
-    if passed and common.push:
-        done = publish.push(
-            result.folder, common.push, private=common.private, pr=common.pr, observer=observer
-        )
+        found["out"] = _send(common.url, result, observer, shows)
+    done = _push(common, result, observer) if passed and common.push else None
+    if done:
         found["push"] = done.as_dict()
-        if not (common.quiet or common.as_json):
-            show(done)
     if common.as_json:
         screen.echo_json(found)
+    if passed and shows:
+        outcome.show_next(result.folder, result.record, pushed=common.push or "")
     if not passed:
-        screen.report_failure(result.folder)
+        outcome.report_failure(result.folder)
     return 0 if passed else 1
 
 
+def _send(url: str, result: Result, observer: Bars, shows: bool) -> str:
+    """Move the output to a URL, and return that."""
+    from surgery.cli import screen
+    from surgery.workflow.delivery import deliver
+
+    deliver(result, url, observer)
+    if shows:
+        screen.show(f"moved to {url}")
+    return url
+
+
+def _push(common: CommonOptions, result: Result, observer: Bars) -> Pushed:
+    from surgery.cli.push import show
+    from surgery.workflow import publish
+
+    done = publish.push(
+        result.folder,
+        str(common.push),
+        private=common.private,
+        pr=common.pr,
+        observer=observer,
+    )
+    if not common.silent:
+        show(done)
+    return done
+
+
 def command_line() -> str:
-    """The command as the user typed it, for surgery.json."""
+    """Return the command as the user typed it, for surgery.json."""
     return shlex.join(["surgery", *sys.argv[1:]])
 
 
 def parse_rank(text: str) -> int | str:
-    """A rank, or "full"."""
+    """Return a rank, or "full". Raises click.BadParameter for anything else."""
     if text == "full" or text.isdecimal():
         return text if text == "full" else int(text)
     raise click.BadParameter(f"{text!r} is no rank: give a number or full", param_hint="--bypass")

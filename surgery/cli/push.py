@@ -16,17 +16,21 @@ if TYPE_CHECKING:
 @click.command("push")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("repo")
-@click.option("--private", is_flag=True, help="Create it as a private one.")
+@click.option("--private", is_flag=True, help="Create a private repository.")
 @click.option("--pr", is_flag=True, help="Leave a pull request open instead of merging it.")
-@click.option("--dry-run", is_flag=True, help="List the files and their sizes. Send nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="List the files, their sizes and the checks. Send nothing; works without a network.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress bars and no table.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress and no table.")
 def push_command(
     folder: Path, repo: str, private: bool, pr: bool, dry_run: bool, as_json: bool, quiet: bool
 ) -> None:
     """Publish DIR, an output that passed its verification, on the Hub as REPO, OWNER/NAME. The
-    files go to a pull request that is merged when all of them are there, so that main is never half
-    a model. Run it again where it was interrupted: what the Hub has already is not sent again.
+    files go to a pull request, which is merged when all of them are there, so that main is never
+    half a model. If it is interrupted, run it again: what the Hub has already is not sent again.
     Needs `hf auth login` or HF_TOKEN.
 
     \b
@@ -35,7 +39,8 @@ def push_command(
       surgery push ./my-model-relu me/my-model-relu --private --dry-run
       surgery push ./my-model-relu team/my-model-relu --pr
     """
-    from surgery.cli import screen
+    from surgery.cli import outcome, screen
+    from surgery.storage.record import read_record
     from surgery.workflow import publish
 
     if quiet or as_json or not sys.stderr.isatty():
@@ -50,31 +55,41 @@ def push_command(
     )
     if as_json:
         screen.echo_json(done.as_dict())
+    elif not quiet and dry_run:
+        _show_plan(done)
     elif not quiet:
-        show(done, dry_run)
+        show(done)
+        outcome.show_next(folder, read_record(folder), pushed=repo)
 
 
-def show(done: Pushed, dry_run: bool = False) -> None:
-    """What was pushed, or would be."""
+def _show_plan(plan: Pushed) -> None:
+    """Print what a push would send."""
     from rich.table import Table
 
     from surgery.cli import screen
 
-    if dry_run:
-        screen.show(
-            f"Would send {screen.gigabytes(done.nbytes)} in {len(done.send)} files to {done.url}"
-        )
-        table = Table(box=None, show_header=False)
-        for name, size in done.files.items():
-            table.add_row(name, screen.gigabytes(size), "" if name in done.send else "is there")
-        for name in done.delete:
-            table.add_row(name, "", "deleted: of another model")
-        screen.show(table)
-    elif done.pull_request is None:
+    size = screen.gigabytes(plan.nbytes)
+    screen.show(f"Would send {size} in {len(plan.send)} files to {plan.url}")
+    table = Table(box=None, show_header=False)
+    for name, nbytes in plan.files.items():
+        there = "" if name in plan.send else "is there already"
+        table.add_row(name, screen.gigabytes(nbytes), there)
+    for name in plan.delete:
+        table.add_row(name, "", "deleted: of another model")
+    screen.show(table)
+    screen.show("Checked: the verification passed, and every shard has its recorded size")
+    screen.show("After the upload: every file is compared by its hash before the merge")
+    screen.show_notes(plan.notes)
+
+
+def show(done: Pushed) -> None:
+    """Print what was pushed."""
+    from surgery.cli import screen
+
+    if done.pull_request is None:
         screen.show(f"{done.url} has all of it already")
     else:
         merged = "merged" if done.merged else "open for you to look at"
-        screen.show(
-            f"sent {screen.gigabytes(done.nbytes)} in {len(done.send)} files to {done.url}, pull request {done.pull_request} {merged}"
-        )
-    screen.show_notes(list(done.notes))
+        sent = f"{screen.gigabytes(done.nbytes)} in {len(done.send)} files"
+        screen.show(f"sent {sent} to {done.url}, pull request {done.pull_request} {merged}")
+    screen.show_notes(done.notes)

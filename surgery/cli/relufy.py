@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import click
 
 from surgery.blocks.rules import ACTIVATIONS
 from surgery.cli.options import CommonOptions, calibrated, converting, execute, parse_rank
+from surgery.cli.presets import preset, quality
 
 if TYPE_CHECKING:
     from surgery.checkpoint import Checkpoint
@@ -20,13 +22,15 @@ if TYPE_CHECKING:
     type=click.Choice(list(ACTIVATIONS)),
     default="relu",
     show_default=True,
-    help="See below.",
+    help="The new activation; see Activations above.",
 )
+@quality("relufy")
 @click.option(
     "--sparsity",
     type=float,
     metavar="FRACTION",
-    help="Exact zeros that thresholds are chosen for. [default: 0.8 shifted and fatrelu, 0.65 cats, 0.7 teal]",
+    help="The fraction of exact zeros that thresholds are chosen for. "
+    "[default: 0.8 shifted and fatrelu, 0.65 cats, 0.7 teal]",
 )
 @click.option(
     "--threshold",
@@ -38,7 +42,8 @@ if TYPE_CHECKING:
     "--analysis",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Thresholds for --sparsity from what `surgery analyze --out DIR` saw; no walk where --repair is none.",
+    help="Take thresholds for --sparsity from what `surgery analyze --out DIR` measured. "
+    "With --repair none, no text is run.",
 )
 @click.option(
     "--per-neuron", is_flag=True, help="A threshold for each neuron, not one for each layer."
@@ -55,20 +60,21 @@ if TYPE_CHECKING:
     type=click.Choice(["1", "2"]),
     default="1",
     show_default=True,
-    help="2: a ReLU after the norms that attention and the MLP read, too.",
+    help="2: also a ReLU after the norms that attention and the MLP read.",
 )
 @click.option(
     "--repair",
     type=click.Choice(["none", "ridge", "reconstruct"]),
     default="ridge",
     show_default=True,
-    help="none: the weights stay; ridge: refit down_proj; reconstruct: optimise gate, up and down too.",
+    help="none: keep the weights; ridge: refit down_proj; reconstruct: optimise gate and up too.",
 )
 @click.option(
     "--bypass",
     metavar="RANK",
     default="0",
-    help="A linear map beside the MLP that the repair fits too: its rank, or full. Costs bytes, saves much; with code.",
+    help="Fit a linear map beside the MLP too, of this rank or `full`. It repairs much more, "
+    "costs bytes, and runs as custom code.",
 )
 @click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
 @click.option(
@@ -78,25 +84,11 @@ if TYPE_CHECKING:
 )
 @calibrated
 @converting
-def relufy_command(
-    common: CommonOptions,
-    calibration: dict[str, Any],
-    activation: str,
-    sparsity: float | None,
-    threshold: float | None,
-    analysis: Path | None,
-    per_neuron: bool,
-    allocation: str,
-    stage: str,
-    repair: str,
-    bypass: str,
-    layers: str | None,
-    hardlink: bool,
-) -> int:
+def relufy_command(common: CommonOptions, hardlink: bool, **options: Any) -> int:
     """Give the MLPs of MODEL an activation that leaves most products at exactly zero, and repair
-    them on calibration text, one layer in memory at a time. The verification shows what that costs:
-    perplexity on two domains of text, of the source, of the swap without repair and of the result.
-    Without MODEL, the checkpoint in this folder.
+    them on calibration text, with one layer in memory at a time. The verification shows what it
+    costs: the perplexity of the source, of the change without repair and of the result, on two
+    domains of text. Without MODEL, convert the checkpoint in this folder.
 
     \b
     Activations:
@@ -110,48 +102,69 @@ def relufy_command(
     Stock ones load in transformers as they are, the others with trust_remote_code.
 
     \b
+    Quality:
+      fast     8,192 tokens of text: an eighth of the calibration time of default
+      default  65,536 tokens, --repair ridge, no bypass
+      best     131,072 tokens, --bypass full, --repair reconstruct where there are thresholds:
+               two to three times the time (more with reconstruct), one more [H, H] matrix to
+               read in each layer, loads with trust_remote_code
+
+    \b
     Examples:
       surgery relufy meta-llama/Llama-2-7b-hf
+      surgery relufy ./my-model --quality best
       surgery relufy ./my-model --activation shifted --sparsity 0.9
       surgery relufy ./my-model --activation fatrelu --bypass full --generated 0.5
       surgery relufy ./my-model --text corpus/ --tokens 131072
       surgery relufy ./my-model --repair none --hardlink
       surgery relufy ./my-model --activation teal --sparsity 0.6 --analysis ./report --repair none
     """
+    from surgery.workflow.recipe import parse_layers
+
+    options["layers"] = parse_layers(options["layers"])
+    options["stage"] = int(options["stage"])
+    analysis = options.pop("analysis")
+    chosen = _with_preset(options)
+    return execute(common, lambda c: _relufied(c, analysis, chosen), hardlink=hardlink)
+
+
+def _with_preset(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of `relufy`, with what --quality sets where nothing else was given."""
+    found = preset("relufy", options["quality"])
+    if not ACTIVATIONS[options["activation"]].how.thresholds:
+        found.pop("repair", None)  # there is nothing but down_proj to optimise well
+    if found.get("repair", options["repair"]) == "none":
+        found.pop("bypass", None)  # no repair would fit it
+    tokens = {"tokens": found.pop("tokens")} if "tokens" in found else {}
+    made = options | found | {"calibration": tokens | options["calibration"]}
+    made["bypass"] = parse_rank(made["bypass"])
+    return {name: value for name, value in made.items() if name != "quality"}
+
+
+def _relufied(
+    checkpoint: Checkpoint, analysis: Path | None, options: Mapping[str, Any]
+) -> Checkpoint:
+    """Return the relufied checkpoint, its thresholds from an analysis where one is given."""
     from surgery.errors import UsageError
     from surgery.families import locate
     from surgery.operations.relufy import relufy
-    from surgery.workflow.recipe import parse_layers
 
-    chosen = parse_layers(layers)
-    options: dict[str, Any] = {
-        "activation": activation,
-        "stage": int(stage),
-        "per_neuron": per_neuron,
-        "allocation": allocation,
-        "repair": repair,
-        "bypass": parse_rank(bypass),
-        "layers": chosen,
-        "calibration": calibration,
-    }
-
-    def operation(checkpoint: Checkpoint) -> Checkpoint:
-        if analysis is None:
-            return relufy(checkpoint, **options, sparsity=sparsity, threshold=threshold)
-        if threshold is not None or per_neuron or allocation != "uniform":
-            raise UsageError(
-                "--analysis with --threshold, --per-neuron or --allocation",
-                "it gives one threshold to each layer: leave them out",
-            )
-        from surgery.analysis import saved_thresholds  # torch
-
-        found = saved_thresholds.thresholds(
-            analysis,
-            checkpoint,
-            activation,
-            sparsity or ACTIVATIONS[activation].sparsity or 0.0,
-            sorted(chosen or range(locate(checkpoint).count)),
+    if analysis is None:
+        return relufy(checkpoint, **options)
+    chosen = options["threshold"] is not None or options["per_neuron"]
+    if chosen or options["allocation"] != "uniform":
+        raise UsageError(
+            "--analysis with --threshold, --per-neuron or --allocation",
+            "it gives one threshold to each layer: leave them out",
         )
-        return relufy(checkpoint, **options, threshold=found)
+    from surgery.analysis import saved_thresholds  # imports torch
 
-    return execute(common, operation, hardlink=hardlink)
+    activation = options["activation"]
+    found = saved_thresholds.thresholds(
+        analysis,
+        checkpoint,
+        activation,
+        options["sparsity"] or ACTIVATIONS[activation].sparsity or 0.0,
+        sorted(options["layers"] or range(locate(checkpoint).count)),
+    )
+    return relufy(checkpoint, **{**options, "sparsity": None, "threshold": found})

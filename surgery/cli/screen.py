@@ -1,212 +1,121 @@
-"""What a person sees: progress bars on stderr, tables on stdout (plain when piped), or JSON."""
+"""The screen: progress on stderr, tables or JSON on stdout.
+
+A terminal gets progress bars. A log gets one line per stage, and a pipe gets plain text.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from surgery.checkpoint import Checkpoint
-from surgery.report import summary
-from surgery.workflow.convert import Result
-
-PIPED = 120  # columns of a pipe, which has no width: rich would assume 80 and wrap the tables
+PIPE_WIDTH = 120  # columns, where neither a terminal nor COLUMNS says how many there are
 
 
 class Bars:
-    """Progress bars with the time left; in a log that is no terminal, a line for each stage."""
+    """Progress on stderr: bars with the time left on a terminal, else one line per stage."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
 
     @contextmanager
     def stage(self, title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-        """Show a stage of `total` units (0: unknown)."""
-        if not self.quiet and not sys.stderr.isatty():
-            started = time.monotonic()
+        """Show a stage of `total` units, 0 if unknown; the callable is told each advance."""
+        if self.quiet:
             yield lambda n: None
-            click.echo(f"{title}: done in {time.monotonic() - started:.1f} s", err=True)
-            return
-        from tqdm import tqdm
+        elif sys.stderr.isatty():
+            with _bar(title, total, unit) as advance:
+                yield advance
+        else:
+            start = time.monotonic()
+            yield lambda n: None
+            click.echo(f"{title}: done in {time.monotonic() - start:.1f} s", err=True)
 
-        scaled = unit == "B"
-        with tqdm(
-            total=total or None,
-            desc=title,
-            unit=unit,
-            unit_scale=scaled,
-            unit_divisor=1000,
-            disable=self.quiet or None,
-            leave=False,
-            dynamic_ncols=True,
-        ) as bar:
-            yield lambda n: (bar.update(n), None)[1]
+
+@contextmanager
+def _bar(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    from tqdm import tqdm
+
+    with tqdm(
+        total=total or None,
+        desc=title,
+        unit=unit,
+        unit_scale=unit == "B",
+        unit_divisor=1000,
+        leave=False,
+        dynamic_ncols=True,
+    ) as bar:
+        yield lambda n: (bar.update(n), None)[1]
 
 
 def show(report: RenderableType) -> None:
-    """Text as it is; a table without markup, as the name of a folder may hold brackets."""
+    """Print text as it is, or a table, whose cells are no markup: a folder may be named [bold]."""
     if isinstance(report, str):
         return click.echo(report)
     console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
-        console.width = PIPED
+    if not console.is_terminal:
+        console.width = width()
     console.print(report)
 
 
+def width() -> int:
+    """Return how wide piped output is, in columns: rich alone would assume 80."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdigit() and int(columns) else PIPE_WIDTH
+
+
 def echo_json(value: Any) -> None:
+    """Print JSON."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def gigabytes(n: float) -> str:
-    return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
-
-
-def show_plan(plan: dict[str, Any], source: Checkpoint, as_json: bool) -> None:
-    """The plan of `--dry-run`."""
-    if as_json:
-        return echo_json(plan)
-    claim = (
-        "the same function, exactly"
-        if plan["exact"]
-        else "another function: perplexity is measured"
-    )
-    show(
-        f"Would write {gigabytes(plan['bytes'])} to {plan['out']}"
-    )  # no title of the table: that is cut to its width
-    table = Table(box=None, show_header=False)
-    for name, value in (
-        (
-            "source",
-            source.source.location
-            + (f"@{source.source.revision[:12]}" if source.source.revision else ""),
-        ),
-        ("becomes", f"{plan['model_type']}, {plan['parameters']:,} parameters ({claim})"),
-        (
-            "shards",
-            "\n".join(
-                f"{s['name']}  {gigabytes(s['bytes'])}  {s['tensors']} tensors"
-                for s in plan["shards"]
-            ),
-        ),
-        (
-            "other files",
-            ", ".join(
-                dict.fromkeys(n.partition("/")[0] for n in (*plan["files"], *plan["record"]))
-            ),
-        ),
-        ("downloads", _downloads(plan)),
-        ("peak memory", f"about {gigabytes(plan['peak_memory'])}"),
-        ("free space", gigabytes(plan["free_space"])),
-        *((("staged in", plan["staged"]),) if "staged" in plan else ()),
-    ):
+def pairs(rows: Sequence[tuple[str, str]]) -> Table:
+    """Return a table of names and values without a frame."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, value in rows:
         table.add_row(name, value)
-    show(table)
-    show_notes(plan["notes"])
+    return table
 
 
-def _downloads(plan: dict[str, Any]) -> str:
-    if not plan["download"]:
-        return "nothing"
-    if plan["download_disk"] == plan["download"]:
-        return gigabytes(plan["download"])
-    return f"about {gigabytes(plan['download'])} in several passes, {gigabytes(plan['download_disk'])} on the disk at a time"
+def columns(*names: str) -> Table:
+    """Return an empty table with these columns, numbers to the right of the first one."""
+    from rich import box
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for i, name in enumerate(names):
+        table.add_column(name, justify="right" if i else "left")
+    return table
 
 
-def show_result(result: Result, *, quiet: bool) -> None:
-    """Show the outcome of a conversion: what changed first, what to do next last."""
-    if quiet:
-        return
-    size = sum(s["bytes"] for s in result.record["shards"].values())
-    resumed = f" (resumed: {result.resumed} shards)" if result.resumed else ""
-    how = " (was there already)" if result.already else resumed
-    show(f"wrote {gigabytes(size)} to {result.folder}{how}")
-    verification = None if result.verification is None else result.verification.as_dict()
-    if verification:
-        show_verification(verification)
-    show_notes([*result.notes, *result.advice])
-    if verification is None or verification["passed"]:
-        show_next(result)
-    if verification and (bad := summary.damage(verification)):
-        show(f"{bad}. Try: {'; '.join(result.remedies)}")
-
-
-def show_verification(verification: dict[str, Any]) -> None:
-    """Show what was found: first what changed, then the figures, then that the files are valid."""
-    show(summary.finding(verification))
-    show(verification_table(verification))
-    show(summary.files_line(verification))
-
-
-def show_next(result: Result) -> None:
-    """Show the commands that come next, ready to copy."""
-    folder = shlex.quote(str(result.folder))
-    trust = ", trust_remote_code=True" if result.custom_code else ""
-    load = f"AutoModelForCausalLM.from_pretrained({json.dumps(str(result.folder))}{trust})"
-    python = f"from transformers import AutoModelForCausalLM; print({load})"
-    commands = {
-        "load": f"python -c {shlex.quote(python)}",
-        "bench": f"surgery bench {folder}" if result.has_zeros else "",
-        "train": f"python {folder}/finetune/finetune.py --help",
-        "publish": f"surgery push {folder} OWNER/NAME" if result.verification else "",
-    }
-    show("Next:")
-    for name, command in commands.items():
-        if command:
-            show(f"  {name:8} {command}")
-
-
-def report_failure(folder: Path) -> None:
-    click.echo(f"error: {folder} does not pass its verification", err=True)
-    click.echo(
-        f"hint: {folder / 'surgery.json'} names what failed; the output stays for you to look at",
-        err=True,
-    )
-
-
-def show_notes(notes: list[str]) -> None:
+def show_notes(notes: Sequence[str]) -> None:
+    """Print each note on a line of its own."""
     for note in notes:
         show(f"note: {note}")
 
 
-def verification_table(verification: dict[str, Any]) -> Table:
-    """Return the rows of a verification; checks of files only where they fail."""
-    sample = verification.get("sample") or {}
-    where = ""
-    if sample:
-        where = f", on {sample['sequences']} × {sample['length']} tokens of {sample['source']}"
-    table = Table(title=f"Checks and figures{where}", title_justify="left")
-    for column in ("check", "value", "limit", ""):
-        table.add_column(column, justify="left" if column == "check" else "right")
-    for row in verification["rows"]:
-        if row["passed"] and row.get("key") in summary.FILES:
-            continue
-        limit = f"{row['relation']} {number(row['limit'])}" if "limit" in row else ""
-        mark = ("ok" if row["passed"] else "FAILED") if limit else ""
-        table.add_row(row["check"], number(row["value"]), limit, mark)
-        detail = _detail(row)
-        if detail:
-            shown = detail[:5] + (["…"] if len(detail) > 5 else [])
-            table.add_row("  " + "\n  ".join(shown), "", "", "")
-    return table
+# --- numbers --------------------------------------------------------------------------------------
 
 
-def _detail(row: dict[str, Any]) -> list[str]:
-    """Return the further lines of a row, where a person should see them."""
-    if row["passed"] and not row.get("warns") and row.get("key") != "config_fields_ignored":
-        return []
-    return list(row["detail"]) or [f"layer {i}: {number(v)}" for i, v in row.get("layers", ())]
+def gigabytes(n: float) -> str:
+    """Return bytes as GB, MB or kB."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB")):
+        if n >= size / 10:
+            return f"{n / size:.{2 if unit == 'GB' else 1}f} {unit}"
+    return f"{n / 1e3:.1f} kB"
 
 
-def number(value: Any) -> str:
-    """Four significant digits."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def duration(seconds: float) -> str:
+    """Return a time in seconds, minutes or hours."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

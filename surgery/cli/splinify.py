@@ -15,10 +15,11 @@ from surgery.cli.options import CommonOptions, converting, execute
     type=click.Choice(["spline", "rational", "linear"]),
     default="spline",
     show_default=True,
-    help="spline: cubic B-splines; rational: a polynomial over another; linear: straight lines in the activation's place.",
+    help="spline: cubic B-splines; rational: a quotient of polynomials; linear: straight lines in "
+    "the activation's place.",
 )
 @click.option(
-    "--grid", type=int, metavar="CELLS", help="Cells of the grid.  [default: 32; 512 linear]"
+    "--grid", type=int, metavar="CELLS", help="Cells of the grid. [default: 32, for linear 512]"
 )
 @click.option(
     "--range",
@@ -27,12 +28,14 @@ from surgery.cli.options import CommonOptions, converting, execute
     default=8.0,
     show_default=True,
     metavar="R",
-    help="The grid reaches from -R to R; outside, the activation stays as it is (linear: goes on straight).",
+    help="The grid reaches from -R to R. Outside, the activation stays as it is; linear goes on "
+    "straight.",
 )
 @click.option(
     "--groups",
     metavar="channel|layer|N",
-    help="Functions of a layer: one for each channel, one for all, or N.  [default: channel; layer linear]",
+    help="Functions of a layer: one for each channel, one for the layer, or N. "
+    "[default: channel, for linear layer]",
 )
 @click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
 @converting
@@ -44,10 +47,11 @@ def splinify_command(
     groups: str | None,
     layers: str | None,
 ) -> int:
-    """Make the activation of MODEL's MLPs learnable, as in a KAN: a spline (or rational function)
-    of zeros beside it, for each channel. The function of the model stays the same, bit for bit, and
-    gains nothing until it is trained. Without MODEL, the checkpoint in this folder. Straight lines
-    (linear) are near the activation, not exactly it: the verification shows the perplexity.
+    """Make the activation of MODEL's MLPs learnable, as in a KAN: for each channel, a spline or
+    rational function that begins at zero is added to it. The function of the model stays the same,
+    bit for bit, and gains nothing until it is trained. Straight lines (linear) are near the
+    activation, not exactly it: the verification shows the perplexity. Without MODEL, convert the
+    checkpoint in this folder.
 
     \b
     Examples:

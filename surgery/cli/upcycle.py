@@ -16,20 +16,20 @@ from surgery.errors import UsageError
     "--experts",
     type=int,
     metavar="E",
-    help="Routed experts. [default: those of 8 copies of the MLP]",
+    help="Routed experts. [default: as many as 8 copies of the MLP make]",
 )
 @click.option(
     "--top-k",
     type=int,
     metavar="K",
-    help="Experts that each token passes. [default: those of 2 copies]",
+    help="Experts that each token passes. [default: as many as 2 copies make]",
 )
 @click.option(
     "--granularity",
     default=1,
     show_default=True,
     metavar="G",
-    help="ExpertSplit each copy in G experts.",
+    help="Cut each copy into G finer experts.",
 )
 @click.option(
     "--shared",
@@ -44,13 +44,13 @@ from surgery.errors import UsageError
     "--target",
     default="auto",
     show_default=True,
-    help="MoE architecture, see `surgery families`; surgery: a block that travels with its code.",
+    help="MoE architecture, see `surgery families`; surgery: a custom-code block.",
 )
 @click.option(
     "--drop",
     default=0.0,
     metavar="PART",
-    help="Draw this part of each expert's neurons anew, like 0.5.",
+    help="Initialise this part of each expert's neurons anew, like 0.5.",
 )
 @click.option(
     "--noise",
@@ -77,7 +77,7 @@ from surgery.errors import UsageError
     default="normal",
     show_default=True,
     type=click.Choice(["normal", "zero", "centroids", "class-means"]),
-    help="How routers begin, see below.",
+    help="How routers begin; see Routers above.",
 )
 @click.option(
     "--router-std",
@@ -90,13 +90,13 @@ from surgery.errors import UsageError
     "texts",
     multiple=True,
     metavar="FILE",
-    help="With class-means: text of the expert in the same place; repeat it.",
+    help="With class-means: text for the expert at the same position; repeat it.",
 )
 @click.option(
     "--seed",
     default=0,
     show_default=True,
-    help="Decides every random value, with the tensor's name.",
+    help="Of all random numbers.",
 )
 @calibrated
 @converting
@@ -109,19 +109,19 @@ def upcycle_command(
     shared_parts: int | None,
     **options: Any,
 ) -> int:
-    """Turn each MLP of MODEL into a mixture of experts behind a new router, in a native
+    """Turn each MLP of MODEL into a mixture of experts behind a new router: in a native
     architecture (Llama and Mistral into Mixtral, Qwen3 into Qwen3-MoE, …), or with --target surgery
-    in code that goes along with the checkpoint, which is what auto falls back to (Gemma 2 and 3,
-    GPT-2, Falcon, …). Copies compute exactly what MODEL does, cut finer or not; --drop, --noise and
-    --expert make the experts differ, and the model another one. Without MODEL, the checkpoint in
-    this folder.
+    in custom code that is saved with the checkpoint, which auto falls back to (Gemma 2 and 3,
+    GPT-2, Falcon, …). Copies compute exactly what MODEL does, also where they are cut finer; with
+    --drop, --noise and --expert the experts differ, and the function changes. Without MODEL,
+    convert the checkpoint in this folder.
 
     \b
     Routers:
       normal       random rows
       zero         no preference
-      centroids    balanced k-means of what the router reads on text: a copy for each kind of token
-      class-means  what it reads on each expert's own text: a copy for each kind of text
+      centroids    balanced k-means of the router's inputs on text: a copy for each kind of token
+      class-means  the mean of its inputs on each expert's text: a copy for each kind of text
 
     \b
     Examples:
@@ -130,7 +130,8 @@ def upcycle_command(
       surgery upcycle Qwen/Qwen3-8B --granularity 8 --shared 2 --dense-first 1
       surgery upcycle Qwen/Qwen3-8B --drop 0.5 --router centroids
       surgery upcycle ./base --expert ./code --expert ./maths --attention average
-      surgery upcycle ./base --expert ./a --expert ./b --router class-means --expert-text a.txt --expert-text b.txt
+      surgery upcycle ./base --expert ./a --expert ./b --router class-means \
+          --expert-text a.txt --expert-text b.txt
       surgery upcycle google/gemma-3-270m --experts 4 --dry-run
     """
     from surgery.operations.upcycle import upcycle

@@ -15,7 +15,7 @@ import click
     "--trust-remote-code", is_flag=True, help="Let code that comes with the checkpoints run."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--quiet", "-q", is_flag=True, help="Only the exit code.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing: only the exit code tells.")
 def verify_command(
     source: str,
     output: Path,
@@ -24,28 +24,32 @@ def verify_command(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """Prove OUTPUT, a folder that surgery wrote, against the SOURCE it was made from: the files are
-    whole, names and shapes fit the model class; where the conversion claims exactness, the fp32
-    logits agree to 1e-5 and a damaged copy is caught; otherwise the perplexity of both. Exits 1
-    where a check fails. The result goes into OUTPUT/surgery.json.
+    """Check OUTPUT, a folder that surgery wrote, against the SOURCE it was made from. The files
+    must be whole, and names and shapes must fit the model class. Where the conversion claims to
+    keep the function, the logits must agree to 1e-5 of their standard deviation, and a damaged copy
+    must be caught. Any other conversion is measured, not judged: perplexity of both on two domains.
+    Exits with 1 if a check fails. The result goes into OUTPUT/surgery.json.
 
     \b
     Examples:
       surgery verify ./llama ./llama-mixtral-8x-top2
       surgery verify Qwen/Qwen3-8B ./Qwen3-8B-relu --json
     """
-    from surgery.cli import screen
+    from surgery.cli import outcome, screen
     from surgery.storage import open_checkpoint
+    from surgery.storage.record import read_record
     from surgery.workflow.verify import verify_folder
 
     observer = screen.Bars(quiet=quiet or as_json)
-    verification = verify_folder(
-        open_checkpoint(source, revision=revision), output, trust_remote_code, observer
-    )
+    checkpoint = open_checkpoint(source, revision=revision)
+    verification = verify_folder(checkpoint, output, trust_remote_code, observer)
     if as_json:
         screen.echo_json(verification.as_dict())
     elif not quiet:
-        screen.show_verification(verification.as_dict())
+        record = read_record(output)
+        outcome.show_verification(verification.as_dict(), record)
+        if verification.passed:
+            outcome.show_next(output, record)
     if not verification.passed:
-        screen.report_failure(output)
+        outcome.report_failure(output)
     return 0 if verification.passed else 1

@@ -1,4 +1,4 @@
-"""What is compared, and the form of a check that an operation brings to its own proof."""
+"""What a verification compares, and the form of the checks that operations bring to it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,16 @@ SHORT = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Two models, in this `dtype` on this `device`, on `tokens` of each text.
+    """Two models and how they are compared.
 
-    `exact`: whether the output claims to compute what the source does.
+    Args:
+        source: the model that was operated on.
+        output: what became of it.
+        exact: whether the output claims to compute what the source does.
+        dtype: what both are computed in.
+        device: where both are computed.
+        tokens: how many tokens of each text are run.
+        progress: is told of each layer that was run.
     """
 
     source: Checkpoint
@@ -36,10 +43,11 @@ class Comparison:
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype that the output is loaded in."""
+        """The dtype that the output is stored and loaded in."""
         name = self.output.config.get("dtype") or self.output.config.get("torch_dtype")
         found: torch.dtype = getattr(torch, str(name or "float32"))
         return found
 
 
-Check = Callable[[Comparison, Tensor], Iterable[Row]]  # of the models, on ids [B, T]
+# The rows of a check, from the models and token ids [B, T].
+Check = Callable[[Comparison, Tensor], Iterable[Row]]

@@ -1,9 +1,9 @@
-"""Are copies that were cut in finer experts chosen whole?
+"""Whether copies that were cut into finer experts are chosen whole.
 
-A model of copies that are each cut in several experts computes what the dense one did as long as a
-token gets all parts of a copy or none. A router that chooses experts one by one can tear a copy
-where the logits of two copies are equal, which
-is a matter of the dtype: it is counted in the one that the model is loaded in.
+Where each copy of an MLP is cut into several experts, the model computes what the dense one did as
+long as a token gets all parts of a copy or none. A router that chooses experts one by one can tear
+a copy where the logits of two copies are equal. That depends on the dtype, so torn copies are
+counted in the dtype that the model is loaded in.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from surgery.proof.comparison import SHORT, Comparison
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Torn:
-    """Tokens in layers that route: `torn` of `total` got a part of a copy without the rest of
-    it.
-    """
+    """How many of `total` choices, one per token and layer, gave a token only part of a copy."""
 
     torn: int
     total: int
@@ -40,8 +38,9 @@ def torn_copies(
     dtype: torch.dtype,
     device: str = "cpu",
 ) -> Torn:
-    """Of a mixture whose experts c·shards … (c + 1)·shards - 1 make up copy c, on ids [B, T]; one
-    walk.
+    """Count the torn copies of a mixture on ids [B, T], in one walk.
+
+    Experts c·shards … (c + 1)·shards - 1 make up copy c.
     """
     walk, torn, total = Walk(checkpoint, input_ids, dtype=dtype, device=device), 0, 0
     for layer in walk:
@@ -54,25 +53,23 @@ def torn_copies(
 
 
 def _note(taps: Taps, chosen: list[Tensor], batch: int, output: Tensor) -> None:
-    """The experts [N, K] of a batch's tokens; a layer that stayed dense has none."""
+    """Keep the experts [N, K] of a batch's tokens; a layer that stayed dense has none."""
     if "selected" in taps.caught:
         chosen.append(taps.caught["selected"])
 
 
 def is_torn(selected: Tensor, shards: int) -> Tensor:
-    """[N] of the experts that each of N tokens chose, [N, K]: whether it got a part of a copy
-    alone.
-    """
+    """Return [N], whether a token got only part of a copy, from the experts it chose, [N, K]."""
     copy = selected // shards
-    together = (copy[:, :, None] == copy[:, None, :]).sum(-1)  # of the same copy
+    together = (copy[:, :, None] == copy[:, None, :]).sum(-1)  # [N, K], experts of the same copy
     return (together != shards).any(-1)
 
 
 def check(shards: int) -> Callable[[Comparison, Tensor], Iterator[Row]]:
     """Return the check that no token gets a part of a copy, in the dtype that is loaded.
 
-    `shards` experts that follow one another make up a copy. It is for outputs that claim to be
-    exact: any other has no copies that must stay whole.
+    `shards` consecutive experts make up a copy. Only outputs that claim to be exact are checked:
+    no others have copies that must stay whole.
     """
 
     def run(pair: Comparison, input_ids: Tensor) -> Iterator[Row]:

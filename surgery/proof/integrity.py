@@ -1,6 +1,4 @@
-"""What can be known of files without a model: are the shards what was written, are the values
-finite.
-"""
+"""What can be checked without a model: that shards are what was written, and values are finite."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from surgery.checkpoint import Progress
 from surgery.checkpoint.tensors import DTYPES, LazyTensor
 from surgery.storage.digest import Digest, differing, of_file
 
-_PIECE = 8 << 20  # bytes looked at at a time
+_PIECE = 8 << 20  # bytes read at a time
 # The exponent bits; all set means Inf or NaN.
 _EXPONENT = {"F64": 0x7FF << 52, "F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
 
@@ -23,11 +21,16 @@ def damaged_shards(
     trusted: Iterable[str] = (),
     progress: Progress = lambda n: None,
 ) -> tuple[list[str], dict[str, Digest]]:
-    """Hash the recorded shards: those that are absent or not what was recorded, with the tensors
-    that differ, and the digests of the others.
+    """Compare the shards in a folder with what was recorded when they were written.
 
-    `shards` maps names to {"bytes", "sha256", "crc32"} (the last two: where they have been taken);
-    `trusted` were hashed by this very run.
+    Args:
+        folder: of the output.
+        shards: "bytes", and "sha256" and "crc32" where they were taken, by file name.
+        trusted: names of shards that this very run hashed while it wrote them.
+        progress: is told of each piece that was read.
+
+    Returns a line for each shard that is missing or differs, which names the tensors that differ,
+    and the digests of the others.
     """
     damaged: list[str] = []
     found: dict[str, Digest] = {}
@@ -36,9 +39,8 @@ def damaged_shards(
         if name in trusted and expected:
             continue
         if not path.is_file() or path.stat().st_size != recorded.get("bytes"):
-            damaged.append(
-                f"{name} is {'absent' if not path.is_file() else f'{path.stat().st_size:,} bytes long'}"
-            )
+            length = f"{path.stat().st_size:,} bytes long" if path.is_file() else "missing"
+            damaged.append(f"{name} is {length}")
             continue
         digest = of_file(path, progress)
         if expected in (None, digest["sha256"]):
@@ -46,14 +48,13 @@ def damaged_shards(
             continue
         where = differing(path, recorded.get("crc32") or "", digest["crc32"])
         named = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
-        damaged.append(
-            f"{name} has sha256 {digest['sha256'][:12]}…, recorded {expected[:12]}…: {named} differs"
-        )
+        hashes = f"sha256 {digest['sha256'][:12]}…, recorded {expected[:12]}…"
+        damaged.append(f"{name} has {hashes}: {named} differs")
     return damaged, found
 
 
 def stray_weights(folder: Path, shards: Mapping[str, Any]) -> list[str]:
-    """Weight files in the folder that the conversion did not write."""
+    """Return the weight files in the folder that the conversion did not write."""
     return sorted(
         p.name
         for p in folder.iterdir()
@@ -62,7 +63,7 @@ def stray_weights(folder: Path, shards: Mapping[str, Any]) -> list[str]:
 
 
 def nonfinite(tensors: Mapping[str, LazyTensor], progress: Progress = lambda n: None) -> list[str]:
-    """Names of the floating-point tensors on disk that hold NaN or Inf; read piece by piece."""
+    """Return the names of the tensors that hold NaN or Inf; they are read piece by piece."""
     return [
         name for name, t in tensors.items() if t.dtype in _EXPONENT and _has_nonfinite(t, progress)
     ]

@@ -18,22 +18,23 @@ PARITY = 1e-5  # of max(1, std of the source logits)
 
 
 class Comparison:
-    """Sums over the logits of both models, of `sequences` rows of ids: everything that the rows are
-    made of.
+    """Sums over the logits of both models on `sequences` rows of ids, for the verification's rows.
+
+    In `not_finite` and `nll` the source comes first, then the output.
     """
 
     def __init__(self, sequences: int) -> None:
-        self.deltas = torch.zeros(
-            sequences, dtype=torch.float64
-        )  # max|Δ| of each; Python's max would lose a NaN
+        # The max|Δ| of each sequence, in a tensor because Python's max would lose a NaN.
+        self.deltas = torch.zeros(sequences, dtype=torch.float64)
         self.total = self.squares = 0.0  # of the source's logits
         self.count = self.scored = 0
         self.not_finite = [0, 0]
         self.nll = [0.0, 0.0]
 
     def add(self, rows: slice, logits: tuple[Tensor, Tensor], targets: Tensor) -> None:
-        """Logits of source and output [b, n, V]; the tokens that follow [b, n], one fewer at the
-        end of a sequence.
+        """Add the logits of source and output, [b, n, V], and the tokens that follow, [b, n].
+
+        The last position of a sequence has no token that follows.
         """
         a, b = logits
         self.deltas[rows] = torch.maximum(
@@ -60,12 +61,13 @@ class Comparison:
         return PARITY * max(1.0, math.sqrt(max(0.0, self.squares / self.count - mean * mean)))
 
     def perplexity(self, i: int) -> float:
-        return math.exp(min(self.nll[i] / self.scored, 700.0))  # a double ends soon after
+        return math.exp(min(self.nll[i] / self.scored, 700.0))  # e^710 overflows
 
 
 class Pair:
-    """Source and output at the end of their walks, over the same ids; `last` is the last converted
-    layer.
+    """Source and output at the end of their walks over the same ids.
+
+    `last` is the last converted layer, whose MLP the control zeroes.
     """
 
     def __init__(
@@ -84,9 +86,8 @@ class Pair:
         self.source, self.output = (
             Walk(c, input_ids, dtype=dtype, device=device) for c in (source, output)
         )
-        self.before_last: list[
-            Tensor
-        ] = []  # the first batch, as it enters that layer of the output
+        # The hidden states of the first batch as they enter layer `last` of the output.
+        self.before_last: list[Tensor] = []
         for walk in (self.source, self.output):
             for layer in walk:
                 if walk is self.output and layer.index == last:
@@ -97,12 +98,13 @@ class Pair:
 
     @property
     def worst(self) -> int:
-        """The sequence where they differ most."""
+        """The number of the sequence where they differ most."""
         return int(self.compared.deltas.argmax())
 
     def rounding(self, narrow: Pair) -> float:
-        """max|Δ| of the source's logits from those of `narrow`, of which this is the worst
-        sequence.
+        """Return how far the source's logits in `narrow` are from these, as max|Δ|.
+
+        This pair holds the worst sequence of `narrow` alone, in a wider dtype.
         """
         hidden = [row[None] for batch in narrow.source.hidden for row in batch][narrow.worst]
         again = narrow.source.fork(narrow.source.checkpoint, [hidden])
@@ -110,9 +112,9 @@ class Pair:
         return max((a.cpu() - b.cpu()).abs().max().item() for (_, a), (_, b) in both)
 
     def in_fp64(self) -> Pair:
-        """Both again in fp64, on the sequence where they differ most."""
+        """Walk both again in fp64, on the sequence where they differ most."""
         worst = self.worst
-        device = "cpu" if self.device.startswith("mps") else self.device  # which has no fp64
+        device = "cpu" if self.device.startswith("mps") else self.device  # MPS has no fp64
         return Pair(
             self.source.checkpoint,
             self.output.checkpoint,
@@ -124,16 +126,16 @@ class Pair:
         )
 
     def control(self) -> float:
-        """max|Δ| on the first batch with the output's MLP of the last converted layer zeroed: it
-        must be caught.
+        """Return max|Δ| on the first batch with the MLP of layer `last` zeroed in the output.
+
+        The comparison must catch it: otherwise it proves nothing.
         """
         zeroed = self.output.fork(without_mlp(self.output.checkpoint, self.last), self.before_last)
         for layer in zeroed.steps(start=self.last):
             layer.run()
             self.progress(1)
-        return self._compare(
-            self.source.fork(self.source.checkpoint, self.source.hidden[:1]), zeroed
-        ).delta
+        source = self.source.fork(self.source.checkpoint, self.source.hidden[:1])
+        return self._compare(source, zeroed).delta
 
     def _compare(self, source: Walk, output: Walk) -> Comparison:
         compared = Comparison(len(self.input_ids))
@@ -145,7 +147,7 @@ class Pair:
 
 
 def without_mlp(checkpoint: Checkpoint, index: int) -> Checkpoint:
-    """The checkpoint with every tensor of the MLP of layer `index` zero."""
+    """Return the checkpoint with every tensor of the MLP of layer `index` set to zero."""
     names, tensors = locate(checkpoint).mlp_names(index), dict(checkpoint.tensors)
     return checkpoint.replace(
         tensors=tensors | {n: constant(0.0, tensors[n].shape, tensors[n].dtype) for n in names}

@@ -1,12 +1,10 @@
-"""What a conversion costs in quality: perplexity, agreement with the source, exact zeros, on text
-of two domains.
+"""What a conversion costs in quality, measured on text of two domains.
 
-    perplexity   exp(- mean log p(token t+1 | tokens 1..t)), natural logarithm, the first token never predicted
+    perplexity   exp(- mean log p(token t+1 | tokens 1..t)); the first token is never predicted
     agreement    how often the most likely next token is the source's
     zeros        the fraction of exact zeros among the MLP's products, by layer
 
-One walk for each model, one after the other: nothing is kept of the source but its most likely
-tokens.
+The models are walked one after the other. Of the source only its most likely tokens are kept.
 """
 
 from __future__ import annotations
@@ -28,29 +26,30 @@ from surgery.proof.texts import TEXTS
 
 @dataclass(kw_only=True)
 class Quality:
-    """Of one model; by text where the field is a mapping. `agreement` of the source with itself is
-    1.
+    """What was measured of one model.
+
+    Args:
+        perplexity: by text.
+        agreement: with the first model that was measured, by text.
+        not_finite: how many logits are NaN or Inf.
+        zeros: by layer; NaN where a layer has no MLP of its own.
     """
 
     perplexity: dict[str, float] = field(default_factory=dict)
     agreement: dict[str, float] = field(default_factory=dict)
-    not_finite: int = 0  # logits
-    zeros: list[float] = field(
-        default_factory=list
-    )  # by layer; NaN where a layer has no MLP of its own
+    not_finite: int = 0
+    zeros: list[float] = field(default_factory=list)
 
     @property
     def sparsity(self) -> float:
-        """Mean over the layers that have an MLP."""
+        """The mean fraction of zeros over the layers that have an MLP."""
         known = [z for z in self.zeros if not math.isnan(z)]
         return sum(known) / len(known) if known else math.nan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Texts:
-    """Sequences of one length of all texts, one text after the other: `rows` says which are
-    whose.
-    """
+    """Sequences of all texts, of one length; `rows` are those of each text in `input_ids`."""
 
     samples: Mapping[str, Sample]
     input_ids: Tensor
@@ -59,7 +58,7 @@ class Texts:
 
 
 def texts(checkpoint: Checkpoint, tokens: int, sequence_length: int) -> Texts:
-    """`tokens` of each text of the package, in windows of `sequence_length`."""
+    """Return `tokens` of each text of the package, in windows of `sequence_length`."""
     samples: dict[str, Sample] = {}
     for name in TEXTS:
         samples[name] = sample_ids(
@@ -86,7 +85,7 @@ def measure(
     device: str = "cpu",
     progress: Progress = lambda n: None,
 ) -> dict[str, Quality]:
-    """The quality of each model; the first is the one that the others are compared with."""
+    """Measure each model; the first is the one that the others are compared with."""
     found: dict[str, Quality] = {}
     reference: Tensor | None = None
     for name, checkpoint in models.items():
@@ -102,7 +101,7 @@ def measure(
 
 
 def _zeros(walk: Walk, sample: Texts, progress: Progress) -> list[float]:
-    """Run the walk to its end; exact zeros of each layer's products."""
+    """Run the walk to its end and return the fraction of zeros in each layer's products."""
     found = []
     for layer in walk:
         zeros, total, start = 0, 0, 0
@@ -123,8 +122,11 @@ def _zeros(walk: Walk, sample: Texts, progress: Progress) -> list[float]:
 
 
 def _scores(walk: Walk, ids: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Of each position but the last [B, T - 1]: −log p of the token that follows, and the most
-    likely token; and how many logits are not finite."""
+    """Score the logits at the end of a walk over ids [B, T].
+
+    Returns −log p of the token that follows each position but the last, [B, T - 1], the most
+    likely token there, [B, T - 1], and the number of logits that are not finite.
+    """
     not_finite = 0
     nll = torch.empty(len(ids), ids.shape[1] - 1)
     chosen = torch.empty_like(nll, dtype=torch.long)
@@ -139,9 +141,11 @@ def _scores(walk: Walk, ids: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def plain_swap(source: Checkpoint, output: Checkpoint) -> Checkpoint:
-    """The output with the source's own weights wherever both have a tensor of that name and shape:
-    what the conversion would be without repair. Of what the source has nothing like, thresholds
-    stay, and what the repair adds is zero."""
+    """Return what the conversion would be without its repair.
+
+    That is the output with the source's weights wherever both have a tensor of that name and
+    shape. Among the other tensors thresholds stay, and what the repair added is zero.
+    """
     added = tuple(
         f".{name}" for name in ("correction", "bypass_out", f"{find(output.config).down}.bias")
     )

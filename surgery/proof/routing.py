@@ -1,9 +1,9 @@
-"""What a mixture's routers do on text, and what the language-model loss has to tell them.
+"""What a mixture's routers do on text, and whether the language-model loss can train them.
 
-Identical experts whose weights sum to one compute the same whatever the router says, so that its
-gradient is zero and only an auxiliary loss moves it. Whether it is, is measured: d(loss)/d(router)
-layer by layer, the way back of a walk, each layer computed once more from the hidden states that it
-had. In memory are one layer, what one sequence computes in it, and the hidden states of all layers.
+Identical experts whose weights sum to one compute the same whatever the router says. Its gradient
+is then zero, and only an auxiliary loss moves it. So d(loss)/d(router) is measured, from the last
+layer back to the first: each layer is computed once more from the hidden states that entered it.
+Memory holds one layer, what one sequence computes in it, and the hidden states of all layers.
 """
 
 from __future__ import annotations
@@ -26,16 +26,22 @@ from surgery.checkpoint.row import Row
 from surgery.proof.comparison import Comparison
 
 TOKENS = 1024  # that routers are measured on
-NOTHING = 1e-6  # a gradient below it is rounding: in fp32 identical experts give about 1e-9, others 1e-3 and more
-SATURATED = 0.95  # a mean largest probability above it
-IDLE = 0.01  # a load below it, of an even one
-COUNTED = 20  # choices that an expert would have of an even load, for that to mean something
+# A smaller gradient is rounding: in fp32 identical experts give about 1e-9, others 1e-3 and more.
+NOTHING = 1e-6
+SATURATED = 0.95  # a router with a larger mean of the largest probability is saturated
+IDLE = 0.01  # an expert with a smaller part of an even load is idle
+COUNTED = 20  # choices per expert, on average, below which idle experts are not counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """One layer's router: `figures` of routers.py, `idle` experts, pairs of `equal` rows (of
-    different copies), and the norm of d(mean loss)/d(router's parameters)."""
+    """One layer's router: the `figures` of calibration/routers.py, and more.
+
+    Args:
+        idle: how many experts are idle.
+        equal: how many pairs of copies have equal rows in the router.
+        gradient: the norm of d(mean loss)/d(router's parameters).
+    """
 
     layer: int
     logit_std: float
@@ -56,8 +62,9 @@ def measure(
     device: str = "cpu",
     progress: Progress = lambda n: None,
 ) -> list[Routing]:
-    """Of each layer that routes, on ids [B, T]; `shards` experts that follow one another make up a
-    copy.
+    """Measure each layer that routes, on ids [B, T].
+
+    `shards` consecutive experts make up a copy of an MLP.
     """
     walk = Walk(checkpoint, input_ids, dtype=dtype, device=device, batch_size=1)
     inputs, found = list[list[Tensor]](), dict[int, Routing]()
@@ -78,7 +85,7 @@ def measure(
 def check(shards: int = 1) -> Callable[[Comparison, Tensor], Iterator[Row]]:
     """Return the check that measures the routers of an output, for its operation to bring.
 
-    `shards` experts that follow one another make up a copy of an MLP.
+    `shards` consecutive experts make up a copy of an MLP.
     """
 
     def run(pair: Comparison, input_ids: Tensor) -> Iterator[Row]:
@@ -97,50 +104,55 @@ def check(shards: int = 1) -> Callable[[Comparison, Tensor], Iterator[Row]]:
 
 
 def rows(found: Sequence[Routing]) -> Iterator[Row]:
-    """Yield the mean of each figure over the layers, then a warning for each thing that is wrong."""
+    """Yield the mean of each figure over the layers, then a warning for each fault."""
     if not found:
         return
-    means = {
-        "logit_std": "router logits: standard deviation",
-        "largest_probability": "largest routing probability",
-        "load_entropy": "entropy of the experts' load, 1 where even",
-        "gradient": "gradient of the routers (language-model loss)",
-    }
-    for name, text in means.items():
+    for name, text in _MEANS.items():
         each = tuple((r.layer, getattr(r, name)) for r in found)
         mean = sum(v for _, v in each) / len(each)
         yield Row(key=f"routers.{name}", check=text, value=mean, layers=each)
-    warnings = {
-        "no_gradient": (
-            "no gradient for the router but an auxiliary loss: identical experts, or one of weight 1",
-            [(r.layer, r.gradient) for r in found if r.gradient < NOTHING],
-        ),
-        "saturated": (
-            f"saturated routers, largest probability above {SATURATED}",
-            [(r.layer, r.largest_probability) for r in found if r.largest_probability > SATURATED],
-        ),
-        "idle_experts": (
-            f"experts with less than {IDLE} of an even load",
-            [(r.layer, float(r.idle)) for r in found if r.idle],
-        ),
-        "equal_copies": (
-            "pairs of copies with equal routers",
-            [(r.layer, float(r.equal)) for r in found if r.equal],
-        ),
-    }
-    for name, (text, wrong) in warnings.items():
+    for name, wrong in _wrong(found).items():
         if wrong:
             yield Row(
                 key=f"routers.{name}",
-                check=f"warning: {text}, layers",
+                check=f"warning: {_WARNINGS[name]}",
                 value=len(wrong),
                 layers=tuple(wrong),
                 warns=True,
             )
 
 
+_MEANS = {
+    "logit_std": "router logits: standard deviation",
+    "largest_probability": "largest routing probability",
+    "load_entropy": "entropy of the experts' load, 1 where even",
+    "gradient": "gradient of the routers (language-model loss)",
+}
+_WARNINGS = {
+    "no_gradient": (
+        "no gradient reaches the router but that of an auxiliary loss: its experts are identical, "
+        "or one alone has weight 1"
+    ),
+    "saturated": f"saturated routers, largest probability above {SATURATED}",
+    "idle_experts": f"experts with less than {IDLE} of an even load",
+    "equal_copies": "pairs of copies with equal routers",
+}
+
+
+def _wrong(found: Sequence[Routing]) -> dict[str, list[tuple[int, float]]]:
+    """Return the layers that each warning is about, with the value seen."""
+    return {
+        "no_gradient": [(r.layer, r.gradient) for r in found if r.gradient < NOTHING],
+        "saturated": [
+            (r.layer, r.largest_probability) for r in found if r.largest_probability > SATURATED
+        ],
+        "idle_experts": [(r.layer, float(r.idle)) for r in found if r.idle],
+        "equal_copies": [(r.layer, float(r.equal)) for r in found if r.equal],
+    }
+
+
 def _routing(layer: Layer, taps: Taps, shards: int) -> Routing:
-    """Run the layer, and see what its router says of every token but the first ones."""
+    """Run the layer and see what its router does with every token but the first of a sequence."""
     assert taps.parts.router is not None
     seen: dict[str, list[Tensor]] = {"selected": [], "router_logits": []}
 
@@ -171,8 +183,7 @@ def _with_gradient(routing: Routing, norm: float) -> Routing:
 def _gradients(
     walk: Walk, input_ids: Tensor, inputs: Sequence[Sequence[Tensor]], progress: Progress
 ) -> Iterator[tuple[int, float]]:
-    """The way back, after the last layer: the norm of the router's gradient in each layer, from the
-    last one that routes down to the first."""
+    """Yield the index of each layer and the norm of its router's gradient, from the last layer."""
     gradients = walk.loss_gradient(input_ids)
     for index in reversed(range(len(walk))):
         steps = walk.steps(start=index)
@@ -192,12 +203,13 @@ def _gradients(
 def _back(
     layer: Layer, b: int, x: Tensor, own: Sequence[Tensor], gradient: Tensor
 ) -> Sequence[Any]:
-    """The gradient of batch b, x [b, T, H] as it enters the layer, and of `own` (None where it has
-    no part), from that of what leaves the layer."""
+    """Return the gradient of x [b, T, H], batch `b` as it enters the layer, and those of `own`.
+
+    They follow from the gradient of what leaves the layer; None where a parameter has no part.
+    """
     x = x.detach().to(layer.device).requires_grad_()
     args, kwargs = layer.arguments[b]
     with arithmetic(x.dtype):
         out = layer.module(x, *args, **kwargs)
-        return torch.autograd.grad(
-            out[0] if isinstance(out, tuple) else out, [x, *own], gradient, allow_unused=True
-        )
+        out = out[0] if isinstance(out, tuple) else out
+        return torch.autograd.grad(out, [x, *own], gradient, allow_unused=True)

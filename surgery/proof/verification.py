@@ -1,23 +1,24 @@
-"""The proof of a conversion: names and shapes, parity of logits with a control, perplexity of both
-models.
+"""The proof of a conversion: names and shapes, then parity of logits or quality.
 
 Names and shapes alone prove little: a wrong norm or rope loads without a complaint. So an exact
 conversion is held to
 
     max |source logits - output logits|  <=  1e-5 · max(1, std of the source logits)
 
-on sequences longer than any sliding window in force, and a control shows that the comparison can
-fail: with the MLP of the last converted layer set to zero in the output it must exceed the limit.
-Both models are computed in fp32. A deep one can round by more than the limit on its own (attention
-computed another way moves the logits of a 30-layer model by 1e-5 of their std), so where fp32
-exceeds it, fp32 decides nothing: both are walked again in true fp64, norms, softmax, router and
-rope included, on the sequence where they differed most, and held to the same limit, control and
-all. There two models of the same function differ by about 1e-13 of the std, and by 1e-7 where
-weights were folded and kept in fp32. Any other conversion is shown by what it costs
-(proof/quality.py): perplexity, agreement with the source and exact zeros, on text of two
-domains; where it was repaired, of the swap without the repair as well. Routers that a conversion
-made are measured (proof/routing.py), the gradient that they get above all. Both models are
-walked layer by layer: neither need fit in memory.
+on sequences longer than any sliding window in force. A control shows that the comparison can fail:
+with the MLP of the last converted layer set to zero in the output, it must exceed the limit.
+
+Both models are computed in fp32. A deep model can round by more than the limit on its own:
+attention computed another way moves the logits of a 30-layer model by 1e-5 of their std. Where fp32
+exceeds the limit it therefore decides nothing. Both models are walked again in true fp64 (norms,
+softmax, router and rope included) on the sequence where they differed most, and held to the same
+limit and control. In fp64 two models of the same function differ by about 1e-13 of the std, and by
+1e-7 where weights were folded and kept in fp32.
+
+Any other conversion is measured by what it costs (proof/quality.py): perplexity, agreement with the
+source and exact zeros, on text of two domains. Where it was repaired, the change without the repair
+is measured too. Routers that a conversion made are measured by proof/routing.py. All models are
+walked layer by layer, so that none need fit in memory.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ LENGTH, WINDOW_MARGIN = 512, 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """All rows, and what they were measured on (None where names or shapes stopped it before a
-    forward pass).
+    """All rows, and the text that they were measured on.
+
+    `sample` is None where names or shapes ended the verification before a forward pass.
     """
 
     rows: tuple[Row, ...]
@@ -93,12 +95,13 @@ def verify(
 
     Args:
         exact: whether the conversion claims to keep the function.
-        layers: those whose MLP was converted, by default all.
-        beside: further models, by name, whose perplexity is shown beside those of the two, like
-            the swap of an activation without its repair. Ignored where `exact`.
+        layers: those whose MLP was converted; by default all.
+        beside: further models by name, whose quality is shown beside that of the two, like the
+            change of an activation without its repair. Ignored where `exact`.
         checks: what the operations of the conversion check themselves.
         tokens: how many tokens of each text are run.
-        first: rows of checks that were made before, to stand first.
+        first: rows of checks that were made before; they come first.
+        progress: is told of each layer that was run.
     """
     pair = Comparison(
         source=source,
@@ -123,7 +126,7 @@ def verify(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Measured:
-    """Rows, and the text that they were measured on."""
+    """Rows and the text that they were measured on."""
 
     rows: list[Row]
     sample: Sample
@@ -147,7 +150,7 @@ def _exactness(pair: Comparison, layers: Sequence[int] | None) -> _Measured:
 
 
 def _quality(pair: Comparison, beside: Mapping[str, Checkpoint]) -> _Measured:
-    """Measure perplexity, agreement and zeros of the source, the models beside it and the output."""
+    """Measure the quality of the source, of the models beside it and of the output."""
     length = sequence_length(pair.source, pair.output, exact=False)
     texts = quality.texts(pair.source, pair.tokens, length)
     models = {"source": pair.source, **beside, "output": pair.output}
@@ -203,17 +206,16 @@ def _finite_output(count: int) -> Row:
 
 
 def _not_comparable(count: int) -> Row:
-    check = "the source's logits are NaN or Inf, so nothing more can be compared"
+    check = "the source's logits are NaN or Inf, so that nothing more can be compared"
     return Row(key="nonfinite_logits.source", check=f"warning: {check}", value=count, warns=True)
 
 
 def savings_rows(output: Checkpoint, zeros: Sequence[float]) -> Iterator[Row]:
-    """What a kernel that skips the measured zeros leaves of a token's bytes and FLOPs in the MLPs;
-    none without zeros.
+    """Yield what skipping the measured zeros leaves of a token's bytes and FLOPs in the MLPs.
 
-    The gate is computed for every neuron, up and down where it is open; where only the product
-    decides (TEAL), down alone is saved. A bypass is read in full, and comes on top. A layer without
-    an MLP of its own (a mixture) is not counted.
+    There are no rows without zeros. The gate is computed for every neuron, up and down only where
+    it is open; where the product decides (TEAL), only down is saved. A bypass is read in full and
+    comes on top. A layer without an MLP of its own (a mixture) is not counted.
     """
     if not any(z > 0 for z in zeros):
         return
@@ -249,9 +251,9 @@ def _bypass(output: Checkpoint, index: int) -> list[LazyTensor]:
 
 
 def name_rows(source: NameReport, output: NameReport) -> list[Row]:
-    """Check names and shapes of the output against its class.
+    """Compare names and shapes of the output with its class.
 
-    What the source's class did not expect either is carried over, and no failure.
+    Names that the source's class did not expect either were carried over, which is no failure.
     """
     carried = set(output.unexpected) & set(source.unexpected)
     kinds = {
@@ -281,7 +283,7 @@ def none_of(key: str, check: str, found: Sequence[str]) -> Row:
 
 
 def unknown_rows(output: Checkpoint) -> list[Row]:
-    """List the config fields that the output's class ignores; the source brought them."""
+    """Return a row that names the config fields which the output's class ignores, if any."""
     unknown = unknown_fields(output)
     row = Row(
         key="config_fields_ignored",
@@ -293,8 +295,9 @@ def unknown_rows(output: Checkpoint) -> list[Row]:
 
 
 def sequence_length(source: Checkpoint, output: Checkpoint, exact: bool) -> int:
-    """Tokens of a sequence, less its BOS: within the positions of both models, and beyond their
-    windows where exact.
+    """Return the length of a sequence in tokens, without its BOS.
+
+    It is within the positions of both models, and beyond their sliding windows where `exact`.
     """
     configs = [parse_config(c).get_text_config() for c in (source, output)]
     positions = min(getattr(c, "max_position_embeddings", None) or 2**31 for c in configs)
@@ -304,8 +307,9 @@ def sequence_length(source: Checkpoint, output: Checkpoint, exact: bool) -> int:
 
 
 def _window(config: Any) -> int:
-    """The attention window of a parsed config, 0 where none is in force: a qwen2 may state one and
-    not use it.
+    """Return the attention window of a parsed config, 0 where none is in force.
+
+    A qwen2 may state a window and not use it.
     """
     kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
     sliding = (getattr(config, "sliding_window", None) or 0) if "sliding_attention" in kinds else 0
@@ -336,7 +340,7 @@ def _rows(pair: Pair, sample: Sample) -> Iterator[Row]:
 
 
 def _parity(pair: Pair) -> Iterator[Row]:
-    """Hold the largest difference to its limit, in fp64 where fp32 cannot tell; and the control."""
+    """Hold the largest difference and the control to the limit, in fp64 where fp32 cannot tell."""
     value, limit = pair.compared.delta, pair.compared.limit
     kind = SHORT[pair.dtype]
     if value > limit and kind != "fp64":

@@ -1,9 +1,10 @@
-"""README.md of an output, the model card: metadata for the Hub, what was done and why, the recipe,
-before and after, how to load and train it, limits and citations.
+"""The model card of an output, README.md.
 
-The source's own README.md is not copied, as what it says is true of another model; its licence,
-language and pipeline are taken over. A card that somebody has edited is never written again: the
-last line of ours is a hash of the others.
+It has metadata for the Hub, what was done and what that cost, the recipe, before and after, how to
+load and train the model, limits and citations. The source's own README.md is not copied, because
+what it says is true of another model; its licence, language and pipeline are taken over.
+
+A card that somebody has edited is never written again: the last line of ours is a hash of the rest.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,22 +21,20 @@ from typing import Any
 from surgery.analysis.weigh import weigh
 from surgery.checkpoint import Checkpoint
 from surgery.demo import DEMO
-from surgery.report import layers, methods, summary
+from surgery.proof import verdict
+from surgery.report import layers, methods
 from surgery.report.inspection import quantity
 
 NAME = "README.md"
-FOLLOWED = (
-    "license",
-    "license_name",
-    "license_link",
-    "language",
-    "pipeline_tag",
-)  # of the source's metadata
+# The fields of the source's metadata that hold for the output too.
+FOLLOWED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+# The line of the loading code that names the model, perhaps with a comment.
+_LOADED = re.compile(r'^name = "([^"]*)".*$', re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableRow:
-    """A line of the table: what, of the source, of the output."""
+    """A line of the table: what it is about, its value for the source, and for the output."""
 
     what: str
     before: str
@@ -45,40 +44,34 @@ class TableRow:
 def files(
     source: Checkpoint | None, output: Checkpoint, folder: Path, record: Mapping[str, Any]
 ) -> dict[str, bytes]:
-    """The card of the output in `folder` and its figure, by their names; nothing where somebody has
-    edited it.
+    """Return the card of the output in `folder` and its figure, by name.
+
+    There is nothing to write where somebody has edited the card.
     """
     if (folder / NAME).exists() and not is_ours(folder):
         return {}
     drawn = layers.panels(record["verification"])
-    return {
-        NAME: _sealed(render(source, output, folder, record)),
-        **({layers.NAME: layers.draw(drawn)} if drawn else {}),
-    }
+    figure = {layers.NAME: layers.draw(drawn)} if drawn else {}
+    return {NAME: _sealed(render(source, output, folder, record)), **figure}
 
 
-def renamed(folder: Path, new: str) -> dict[str, bytes]:
-    """Return a card of ours that loads the model by another name, for instance a Hub id.
-
-    It is empty where somebody has edited the card.
-    """
+def renamed(folder: Path, name: str) -> dict[str, bytes]:
+    """Return our card with the model loaded by another name; nothing where it was edited."""
     if not is_ours(folder):
         return {}
     text = (folder / NAME).read_text(encoding="utf-8").rpartition("<!--")[0]
-    return {NAME: _sealed(_renamed(text, new))}
-
-
-def _renamed(text: str, new: str) -> str:
-    text = re.sub(r"^name = .*$", f"name = {json.dumps(new)}", text, count=1, flags=re.MULTILINE)
-    return re.sub(r"(?<=pretrained=)[^, ]+", new, text, count=1)
+    text = _LOADED.sub(f"name = {json.dumps(name)}", text, count=1)
+    text = re.sub(r"(?<=pretrained=)[^, ]+", name, text, count=1)
+    return {NAME: _sealed(text)}
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether the folder has a card as we wrote it."""
+    """Whether the folder has a card as it was written here."""
     path = folder / NAME
-    return path.is_file() and (data := path.read_bytes()) == _sealed(
-        data.decode(errors="replace").rpartition("<!--")[0]
-    )
+    if not path.is_file():
+        return False
+    data = path.read_bytes()
+    return data == _sealed(data.decode(errors="replace").rpartition("<!--")[0])
 
 
 def _sealed(text: str) -> bytes:
@@ -88,51 +81,73 @@ def _sealed(text: str) -> bytes:
 def render(
     source: Checkpoint | None, output: Checkpoint, folder: Path, record: Mapping[str, Any]
 ) -> str:
-    """The card. `source` is what it was made of (None where that is not at hand: then there is no
-    "before").
-    """
+    """Return the card; `source` is None where it is not at hand, and then there is no "before"."""
     steps = [(s["operation"], s) for s in record["recipe"]]
     names = [operation for operation, _ in steps]
-    followed = metadata_of(source or output)
-    papers = list(dict.fromkeys(paper for o, p in steps for paper in methods.papers(o, p)))
+    followed, verification = metadata_of(source or output), record["verification"]
+    papers = dict.fromkeys(paper for o, p in steps for paper in methods.papers(o, p))
+    kinds = {(b["kind"], b.get("slots")) for b in output.config.get("surgery_blocks") or ()}
+    licences = (f.name for f in output.files if _is_licence(f.name))
     recipe = folder / "recipe.yaml"
     return _template("card.md.j2").render(
-        metadata=_metadata(output, record, followed, names),
-        name=folder.resolve().name.removesuffix(".staged"),
-        finding=_finding(record),
+        metadata=_metadata(source, output, record, followed),
+        name=_loaded_name(folder),
         source=_link(record["source"]),
         done=[(methods.done(o, p), methods.why(o)) for o, p in steps],
+        trained=methods.FINETUNE in names,
+        fitted=bool(record.get("calibration")),
+        cost=_cost(record),
         exact=record["exact"],
         notes=record.get("notes") or (),
         recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
         rows=table(source, output, record),
         figure=layers.NAME,
-        shown=[panel.title for panel in layers.panels(record["verification"])],
-        looks_up=_looks_up(output),
-        verification=record["verification"],
-        sample=((record["verification"] or {}).get("sample") or {}),
+        shown=[panel.title for panel in layers.panels(verification)],
+        looks_up=any(kind == "memory" and slots != "neurons" for kind, slots in kinds),
+        verification=verification,
+        files_checked=verdict.files_checked(verification) if verification else "",
+        ignored=verdict.ignored_fields(verification),
+        sample=(verification or {}).get("sample") or {},
+        texts=len(verdict.changes(verification)),
         trust=output.custom_code,
         finetune=(folder / "finetune").is_dir(),
         limits=methods.limits(names),
         licence=followed.get("license"),
-        licence_files=sorted(
-            f.name for f in output.files if re.search(r"LICEN[CS]E|USE_POLICY|NOTICE", f.name)
-        ),
+        licence_files=sorted(licences),
         papers=[paper.bibtex for paper in papers],
     )
 
 
-def _finding(record: Mapping[str, Any]) -> str:
-    """Return what the first paragraph says of function and cost."""
-    if record["verification"] is None:
-        return "Nothing of it was verified."
-    return summary.finding(record["verification"]) + "."
+def _is_licence(name: str) -> bool:
+    return re.search(r"LICEN[CS]E|USE_POLICY|NOTICE", name) is not None
 
 
-def _looks_up(output: Checkpoint) -> bool:
-    """Return whether a token reads few rows of a large table."""
-    blocks = output.config.get("surgery_blocks") or ()
-    return any(b["kind"] == "memory" and b["slots"] != "neurons" for b in blocks)
+def _loaded_name(folder: Path) -> str:
+    """Return what the model is loaded by: its folder's name, or the repository it was pushed to."""
+    text = (folder / NAME).read_text(encoding="utf-8") if is_ours(folder) else ""
+    found = _LOADED.search(text)
+    pushed = found is not None and "/" in found[1]
+    return found[1] if found and pushed else folder.resolve().name.removesuffix(".staged")
+
+
+def _cost(record: Mapping[str, Any]) -> str:
+    """Return a sentence on what the conversion cost, for the first paragraph."""
+    verification = record["verification"]
+    if not verification:
+        claim = "should compute" if record["exact"] else "does not compute"
+        return f"It {claim} what its source does; that was not verified."
+    if record["exact"]:
+        return f"It computes what its source does. {verdict.headline(verification)}."
+    found = verdict.changes(verification)
+    if not found:
+        return "What it costs in quality could not be measured."
+    costs = " and ".join(
+        f"{verdict.times(c.ratio)} on {verdict.TEXTS[c.text]} "
+        f"({verdict.figure(c.before)} → {verdict.figure(c.after)})"
+        for c in found
+    )
+    damaged = " It is damaged until it is trained." if verdict.damage(verification) else ""
+    return f"Perplexity against its source: {costs}.{damaged}"
 
 
 @cache
@@ -145,7 +160,8 @@ def _template(name: str) -> Any:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["number"] = number
+    environment.filters["figure"] = verdict.figure
+    environment.filters["small"] = verdict.small
     return environment.get_template(name)
 
 
@@ -153,7 +169,7 @@ def _template(name: str) -> Any:
 
 
 def metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The metadata of the source's README.md; empty where it has none, or none that can be read."""
+    """Return the metadata in a README.md; empty where there is none, or none that can be read."""
     import yaml
 
     if checkpoint.card is None:
@@ -168,23 +184,18 @@ def metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _metadata(
-    output: Checkpoint, record: Mapping[str, Any], followed: Mapping[str, Any], names: list[str]
+    source: Checkpoint | None,
+    output: Checkpoint,
+    record: Mapping[str, Any],
+    followed: Mapping[str, Any],
 ) -> str:
-    """The YAML between the card's dashes."""
+    """Return the YAML between the card's dashes."""
     from huggingface_hub import ModelCardData
 
-    models = [
-        m.partition("@")[0]
-        for s in record["recipe"]
-        for m in s.get("expert_models") or ()
-        if _is_id(m)
-    ]
-    base = (
-        [record["source"]["location"]]
-        if record["source"]["revision"]
-        else followed.get("base_model") or []
-    )
-    base = list(dict.fromkeys([*([base] if isinstance(base, str) else base), *models]))
+    names = [step["operation"] for step in record["recipe"]]
+    experts = (m for step in record["recipe"] for m in step.get("expert_models") or ())
+    models = [m.partition("@")[0] for m in experts if _is_id(m)]
+    base = list(dict.fromkeys([*_base(source, record, followed), *models]))
     tags = [*methods.tags(names), *(["custom_code"] if output.custom_code else []), "surgery"]
     kept = {k: followed[k] for k in FOLLOWED if followed.get(k)}
     data = ModelCardData(
@@ -197,14 +208,34 @@ def _metadata(
     return str(data.to_yaml())
 
 
+def _base(
+    source: Checkpoint | None, record: Mapping[str, Any], followed: Mapping[str, Any]
+) -> Sequence[str]:
+    """Return the Hub ids of the source, as far as they are known.
+
+    A folder has one where it lies in the Hub's cache or its config names the model it was loaded
+    from. Otherwise the base of the source is the base of the output.
+    """
+    if record["source"]["revision"]:
+        return [str(record["source"]["location"])]
+    location = str(source.source.location) if source else ""
+    if cached := re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/", location):
+        return [f"{cached[1]}/{cached[2]}"]
+    named = str(source.config.get("_name_or_path") or "") if source else ""
+    if named and _is_id(named) and not Path(named).exists():
+        return [named]
+    base = followed.get("base_model") or []
+    return [base] if isinstance(base, str) else base
+
+
 def _is_id(location: str) -> bool:
-    return re.fullmatch(r"[\w.-]+/[\w.-]+(@.*)?", location) is not None and not location.startswith(
-        (".", "/")
-    )
+    """Whether a location has the form of a Hub id, OWNER/NAME."""
+    shaped = re.fullmatch(r"[\w.-]+/[\w.-]+(@.*)?", location) is not None
+    return shaped and not location.startswith((".", "/"))
 
 
 def _link(source: Mapping[str, Any]) -> str:
-    """The source in Markdown; of a folder its name alone, as a path is nobody else's business."""
+    """Return the source in Markdown; of a folder only its name, as the path is nobody's business."""
     location, revision = source["location"], source["revision"]
     if not revision:
         if location == DEMO:
@@ -219,7 +250,7 @@ def _link(source: Mapping[str, Any]) -> str:
 def table(
     source: Checkpoint | None, output: Checkpoint, record: Mapping[str, Any]
 ) -> list[TableRow]:
-    """What both weigh, and what the verification found of both."""
+    """Return what both weigh, and what the verification found of both."""
     before, after = source and weigh(source, source.config), weigh(output, output.config)
     rows = [
         TableRow(what=what, before=of(before) if before else "", after=of(after))
@@ -232,15 +263,15 @@ _WEIGHED: tuple[tuple[str, Any], ...] = (
     ("architecture", lambda w: f"`{w.model_type}`"),
     ("activation of the MLPs", lambda w: w.activation),
     ("parameters", lambda w: quantity(w.parameters())),
-    ("active for a token", lambda w: quantity(w.active())),
-    ("bytes of weights read for a token", lambda w: quantity(w.nbytes(), "B")),
-    ("FLOPs of a token", lambda w: quantity(w.flops(), "FLOP")),
+    ("active parameters per token", lambda w: quantity(w.active())),
+    ("bytes of weights read per token", lambda w: quantity(w.nbytes(), "B", digits=3)),
+    ("FLOPs per token", lambda w: quantity(w.flops(), "FLOP", digits=3)),
 )
 
 
 def _measured(verification: Mapping[str, Any] | None) -> list[TableRow]:
     """Return what the verification found of the source and of the output, in its order."""
-    rows = summary.rows_of(verification)
+    rows = verdict.rows_by_key(verification)
     return [found for key in rows if (found := _compared(key, rows)) is not None]
 
 
@@ -249,29 +280,16 @@ def _compared(key: str, rows: Mapping[str, Any]) -> TableRow | None:
     row, kind = rows[key], key.partition(".")[0]
     what = row["check"].replace("|", "\\|")
     if kind in ("perplexity", "zeros"):
-        before, shown = rows.get(key.replace(".output", ".source")), number
         if ".output" not in key:
             return None
-        if kind == "zeros":
-            shown = share
-        what = what.replace(" of the output", "")
-        return TableRow(
-            what=what,
-            before=shown(before["value"]) if before else "",
-            after=shown(row["value"]),
-        )
+        source = rows.get(key.replace(".output", ".source"))
+        shown = verdict.share if kind == "zeros" else verdict.figure
+        before = shown(source["value"]) if source else ""
+        label = what.replace(" of the output", "")
+        return TableRow(what=label, before=before, after=shown(row["value"]))
     if kind in ("agreement", "left"):
-        return TableRow(what=what, before="100%", after=share(row["value"]))
+        return TableRow(what=what, before="100%", after=verdict.share(row["value"]))
     if key == "logits.difference":
-        at_most = f"{what}, at most {number(row['limit'])}"
-        return TableRow(what=at_most, before="0", after=number(row["value"]))
+        at_most = f"{what}, at most {verdict.small(row['limit'])}"
+        return TableRow(what=at_most, before="0", after=verdict.small(row["value"]))
     return None
-
-
-def number(value: Any) -> str:
-    """Four significant digits."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def share(value: Any) -> str:
-    return f"{value:.1%}" if isinstance(value, int | float) else str(value)

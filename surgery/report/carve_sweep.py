@@ -1,4 +1,4 @@
-"""A sweep of carved models as tables, and as a plot by matplotlib."""
+"""A sweep of carved models as tables, and as a plot drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ SHOWN = 8  # layers in the table
 
 
 def finding(found: Sweep) -> str:
-    """The smallest part of the neurons that costs at most a tenth of perplexity, with the real
-    router.
+    """Return one line: the smallest part of the neurons that costs at most a tenth of perplexity.
+
+    Random splits and the oracle do not count.
     """
     good = [
         p
@@ -31,22 +32,25 @@ def finding(found: Sweep) -> str:
     if not good:
         return "No part below all neurons stays within 1.10 times the perplexity"
     best = min(good, key=lambda p: p.fraction)
-    return f"{best.fraction:.0%} of the neurons give {best.perplexity / found.perplexity:.2f} times the perplexity"
+    ratio = best.perplexity / found.perplexity
+    return f"{best.fraction:.0%} of the neurons give {ratio:.2f} times the perplexity"
 
 
 def tables(found: Sweep) -> Iterator[RenderableType]:
-    """The finding, quality by active part, then the error by layer."""
+    """Yield the finding, the quality by active part, and the error by layer."""
     yield finding(found)
-    yield (
-        f"{found.source} · {found.model_type} · perplexity {found.perplexity:.2f} of {found.tokens:,} held-out tokens · "
-        f"repair {found.repair}\n"
-    )
+    perplexity = f"perplexity {found.perplexity:.2f} on {found.tokens:,} held-out tokens"
+    yield f"{found.source} · {found.model_type} · {perplexity} · repair {found.repair}\n"
     yield _quality(found)
     yield "\nRelative error of the MLP's output, by layer"
     yield _by_layer(found)
-    yield "\nthe oracle computes all experts to know which add most · mass: of what the oracle's choice holds"
+    yield (
+        "\noracle: computes all experts to know which add most\n"
+        "recall, mass: how many of the oracle's choices the router makes, and what they add"
+    )
     for active in {tuple(p.active): None for p in found.points if isinstance(p.active, list)}:
-        yield f"{sum(active) / len(active) / found.points[0].experts:.0%}: --active {','.join(map(str, active))}"
+        part = sum(active) / len(active) / found.points[0].experts
+        yield f"{part:.0%}: --active {','.join(map(str, active))}"
 
 
 def _quality(found: Sweep) -> Table:
@@ -113,8 +117,9 @@ def _mean(values: list[float]) -> float:
 
 
 def require_plot(path: Path) -> None:
-    """Raises SurgeryError without matplotlib, UsageError for a suffix that it cannot draw: before
-    the sweep, not after.
+    """Raise an error before the sweep if it could not be plotted after it.
+
+    Raises SurgeryError without matplotlib, and UsageError for a suffix that it cannot draw.
     """
     try:
         import matplotlib  # noqa: F401
@@ -127,7 +132,7 @@ def require_plot(path: Path) -> None:
 
 
 def plot(found: Sweep, path: Path) -> None:
-    """Perplexity and error against the active part."""
+    """Draw perplexity and error against the active part of the neurons."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

@@ -1,4 +1,4 @@
-"""layers.svg of an output, which its card shows: what the verification measured in every layer."""
+"""The figure of a card, layers.svg: what the verification measured in each layer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from surgery.report.svg import (
 )
 
 NAME = "layers.svg"
-HEIGHT = BOTTOM + 75  # of a panel and its title
+HEIGHT = BOTTOM + 75  # pixels of a panel with its title
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """A plot of values from 0 to 1 by layer; `title` is the finding."""
+    """A plot of values from 0 to 1 by layer; its title says what it shows."""
 
     title: str
     axis: str
@@ -36,13 +36,13 @@ class Panel:
 
 
 def panels(verification: Mapping[str, Any] | None) -> list[Panel]:
-    """Those that the verification has values for."""
+    """Return the panels that the verification has values for."""
     rows = {r.get("key"): r for r in (verification or {}).get("rows") or ()}
     return [*_zeros(rows), *_load(rows)]
 
 
 def draw(found: list[Panel]) -> bytes:
-    """The panels, one below the other."""
+    """Return the SVG of the panels, one below the other."""
     style = (files("surgery.report") / "templates" / "figure.css").read_text(encoding="utf-8")
     body = "".join(
         f'<g transform="translate(0 {i * HEIGHT:g})">{_panel(p)}</g>' for i, p in enumerate(found)
@@ -73,7 +73,8 @@ def _zeros(rows: Mapping[str, Any]) -> Iterator[Panel]:
 def _load(rows: Mapping[str, Any]) -> Iterator[Panel]:
     if found := _values(rows.get("routers.load_entropy")):
         yield Panel(
-            title=f"Load of the experts: {_mean(found):.0%} of an even one's entropy ({_span(found)})",
+            title=f"The experts' load has {_mean(found):.0%} of an even load's entropy "
+            f"({_span(found)})",
             axis="entropy of the load",
             curves=[Curve(name="this model", tone="cett2", points=found)],
         )

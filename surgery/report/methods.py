@@ -1,15 +1,16 @@
-"""What a card says of the steps of a conversion, from the operations' records."""
+"""What a card and the command line say of a conversion's steps, from the operations' records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from surgery import operations
 from surgery.blocks.paper import Paper
 from surgery.operations.operation import Operation, Parameters
 
-FINETUNE = "finetune"  # what a fine-tune script adds to the steps
-_TRAINED = "Training gives back what the conversion cost, or makes use of what it added."
+FINETUNE = "finetune"  # the step that a fine-tune script adds
+_TRAINED = "Training recovers what the conversion cost, or makes use of what it added."
 
 
 def done(operation: str, parameters: Parameters) -> str:
@@ -21,6 +22,7 @@ def done(operation: str, parameters: Parameters) -> str:
 
 
 def why(operation: str) -> str:
+    """Return the reason for an operation, in one or two sentences; empty where none is known."""
     if operation == FINETUNE:
         return _TRAINED
     record = operations.known(operation)
@@ -35,6 +37,7 @@ def limits(names: Sequence[str]) -> list[str]:
 
 
 def tags(names: Sequence[str]) -> list[str]:
+    """Return the operations' tags for the Hub."""
     return list(dict.fromkeys(tag for r in _records(names) for tag in r.tags))
 
 
@@ -42,6 +45,13 @@ def papers(operation: str, parameters: Parameters) -> Sequence[Paper]:
     """Return the papers of the methods that a step used."""
     record = operations.known(operation)
     return record.papers(parameters) if record else ()
+
+
+def remedies(record: Mapping[str, Any]) -> list[str]:
+    """Return what to try with a model that lost too much, from the steps in its surgery.json."""
+    steps = [(operations.known(step["operation"]), step) for step in record["recipe"]]
+    each = (remedy for known, step in steps if known for remedy in known.remedies(step))
+    return list(dict.fromkeys(each))
 
 
 def _records(names: Iterable[str]) -> list[Operation]:

@@ -1,14 +1,16 @@
-"""Publish an output on the Hub: what its verification passed, and never half of it.
+"""Publish an output on the Hub: only after its verification passed, and never half of it.
 
-Files go to a pull request, which is merged when all of them are there and are what was recorded, so
-that `main` is the model before or the model after. An interrupted push is taken up in the same pull
-request; what the Hub has already is not sent again.
+Files go to a pull request, which is merged when all of them are there and are what was recorded.
+`main` is therefore the model before or the model after. An interrupted push goes on in the same
+pull request, and what the Hub has already is not sent again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import hashlib
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,35 +27,50 @@ from surgery.workflow.observer import Observer, Silent
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")  # of which none of another model may stay
+# Files of another model by these names must not stay beside ours.
+WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pushed:
-    """What a push does, or did: files to send with their bytes, files of another model to delete,
-    and where it is.
+    """What a push did, or would do.
+
+    Args:
+        repo: the repository.
+        files: all files of the output with their bytes.
+        send: those that the Hub lacks.
+        delete: files of another model that must not stay.
+        url: of the repository, or of the pull request that is open.
+        pull_request: its number; None where there was nothing to send.
+        merged: whether it was merged.
+        compared: whether the files were compared with those of the Hub.
+        notes: what the user should know.
     """
 
     repo: str
-    files: Mapping[str, int]  # all of the output
+    files: Mapping[str, int]
     send: tuple[str, ...]
     delete: tuple[str, ...]
     url: str
     pull_request: int | None = None
     merged: bool = False
+    compared: bool = True
     notes: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
+        """The bytes that are sent."""
         return sum(self.files[name] for name in self.send)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return all of it, for JSON."""
         return {
             "repo": self.repo,
             "url": self.url,
             "bytes": self.nbytes,
             "pull_request": self.pull_request,
             "merged": self.merged,
+            "compared": self.compared,
             "files": [
                 {"name": n, "bytes": b, "send": n in self.send} for n, b in self.files.items()
             ],
@@ -71,44 +88,85 @@ def push(
     dry_run: bool = False,
     observer: Observer | None = None,
 ) -> Pushed:
-    """Publish the output in `folder` as `repo`; with `pr` the pull request stays open, for somebody
-    to look at.
+    """Publish the output in `folder` as `repo`.
+
+    Args:
+        folder: an output that passed its verification.
+        repo: OWNER/NAME.
+        private: create a private repository.
+        pr: leave the pull request open for somebody to look at.
+        dry_run: send nothing. The Hub is only asked what it has where there is a token for it.
+        observer: is told of each stage.
 
     Raises SurgeryError for an output that is not verified, or no longer what was verified.
     """
     from huggingface_hub import HfApi
 
     observer, api = observer or Silent(), HfApi()
-    if not dry_run:
-        require_token(repo)
+    if dry_run:
+        return _planned(api, folder, repo, private)
+    require_token(repo)
     record = require_verified(folder)
-    if not dry_run:
-        finish(folder, record, card.renamed(folder, repo))
-    files = listing(folder)
+    finish(folder, record, card.renamed(folder, repo))
     with hub_errors(repo):
         remote = _tree(api, repo, "main")
-        plan = Pushed(
-            repo=repo,
-            files=files,
-            send=_differ(folder, files, record, remote or {}),
-            delete=_stale(files, remote or {}),
-            url=f"{api.endpoint}/{repo}",
-            notes=_notes(folder, private),
-        )
-        if private and remote is not None and not api.model_info(repo).private:
-            raise SurgeryError(
-                f"{repo} is there and public",
-                "make it private in its settings, or leave --private out",
-            )
-        if dry_run or (remote is not None and not plan.send and not plan.delete):
+        plan = _plan(api, folder, record, repo, remote or {})
+        _require_private(api, repo, private and remote is not None)
+        if remote is not None and not plan.send and not plan.delete:
             return plan
         if remote is None:
             api.create_repo(repo, private=private or None)
         return _through_pull_request(api, folder, record, plan, pr, observer)
 
 
+def _planned(api: HfApi, folder: Path, repo: str, private: bool) -> Pushed:
+    """Return what a push would do; without a token or a network, nothing is compared."""
+    from huggingface_hub import get_token
+
+    record = require_verified(folder)
+    plan = _plan(api, folder, record, repo, {})
+    if get_token() is None:
+        return _not_compared(plan, "there is no token")
+    try:
+        with hub_errors(repo):
+            remote = _tree(api, repo, "main")
+    except SurgeryError as error:
+        return _not_compared(plan, error.message)
+    with hub_errors(repo):
+        _require_private(api, repo, private and remote is not None)
+    return _plan(api, folder, record, repo, remote or {})
+
+
+def _not_compared(plan: Pushed, why: str) -> Pushed:
+    note = f"not compared with the Hub, which may have some of the files: {why}"
+    return dataclasses.replace(plan, compared=False, notes=(note, *plan.notes))
+
+
+def _plan(
+    api: HfApi, folder: Path, record: Mapping[str, Any], repo: str, remote: Mapping[str, str]
+) -> Pushed:
+    """Return what is to be sent to a repository that has these files."""
+    files = listing(folder)
+    return Pushed(
+        repo=repo,
+        files=files,
+        send=_differ(folder, files, record, remote),
+        delete=_stale(files, remote),
+        url=f"{api.endpoint}/{repo}",
+        notes=_notes(folder),
+    )
+
+
+def _require_private(api: HfApi, repo: str, wanted: bool) -> None:
+    """Raise SurgeryError where something private would go to a public repository."""
+    if wanted and not api.model_info(repo).private:
+        raise SurgeryError(
+            f"{repo} is there and public", "make it private in its settings, or leave --private out"
+        )
+
+
 def require_token(repo: str) -> None:
-    """SurgeryError where nobody is logged in."""
+    """Raise SurgeryError where nobody is logged in."""
     from huggingface_hub import get_token
 
     if get_token() is None:
@@ -118,18 +176,16 @@ def require_token(repo: str) -> None:
 
 
 def require_verified(folder: Path) -> dict[str, Any]:
-    """The record of an output whose verification passed and whose shards have the recorded
-    sizes.
+    """Return the record of an output.
+
+    Raises SurgeryError unless its verification passed and its shards have the recorded sizes.
     """
     record = read_record(folder)
-    if not (record.get("verification") or {}).get("passed"):
-        state = (
-            "has not passed its verification" if record.get("verification") else "is not verified"
-        )
-        raise SurgeryError(
-            f"{folder} {state}",
-            f"only what is proved is published: surgery verify {record['source']['location']} {folder}",
-        )
+    verification = record.get("verification")
+    if not (verification or {}).get("passed"):
+        state = "has not passed its verification" if verification else "is not verified"
+        command = shlex.join(["surgery", "verify", record["source"]["location"], str(folder)])
+        raise SurgeryError(f"{folder} {state}", f"only what is proved is published: {command}")
     for name, shard in record["shards"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != shard["bytes"]:
@@ -138,7 +194,7 @@ def require_verified(folder: Path) -> dict[str, Any]:
 
 
 def listing(folder: Path) -> dict[str, int]:
-    """The files that are published, with their bytes."""
+    """Return the files that are published, with their bytes."""
     paths = (p for p in sorted(folder.rglob("*")) if p.is_file())
     names = {p.relative_to(folder).as_posix(): p.stat().st_size for p in paths}
     return {
@@ -152,7 +208,7 @@ def listing(folder: Path) -> dict[str, int]:
 
 
 def _tree(api: HfApi, repo: str, revision: str) -> dict[str, str] | None:
-    """By file, what names its content on the Hub; None where there is no such repository."""
+    """Return the hash of each file on the Hub; None where there is no such repository."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
@@ -169,16 +225,15 @@ def _tree(api: HfApi, repo: str, revision: str) -> dict[str, str] | None:
 def _differ(
     folder: Path, files: Iterable[str], record: Mapping[str, Any], remote: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """The files that the Hub lacks or has otherwise. Shards are compared by the hash that was
-    verified, not read again.
+    """Return the files that the Hub lacks, or has with another content.
+
+    Shards are compared by the hash that was verified, and not read again.
     """
     return tuple(n for n in files if remote.get(n) not in _contents(folder, n, record))
 
 
 def _contents(folder: Path, name: str, record: Mapping[str, Any]) -> tuple[str, ...]:
-    """How the Hub may name the content of a file: sha256 where it is large, git's hash of a blob
-    where it is small.
-    """
+    """Return the hashes that the Hub may give a file: sha256 if large, git's own if small."""
     if name in record["shards"]:
         return (str(record["shards"][name]["sha256"]),)
     data = (folder / name).read_bytes()
@@ -187,7 +242,7 @@ def _contents(folder: Path, name: str, record: Mapping[str, Any]) -> tuple[str, 
 
 
 def _stale(files: Mapping[str, int], remote: Mapping[str, str]) -> tuple[str, ...]:
-    """Weights and index of another model, which would be loaded beside ours or in their place."""
+    """Return weights of another model, which would be loaded beside ours or in their place."""
     return tuple(
         n
         for n in remote
@@ -195,17 +250,17 @@ def _stale(files: Mapping[str, int], remote: Mapping[str, str]) -> tuple[str, ..
     )
 
 
-def _notes(folder: Path, private: bool) -> tuple[str, ...]:
-    text = (
-        (folder / card.NAME).read_text(encoding="utf-8") if (folder / card.NAME).is_file() else ""
-    )
-    head, found = text.partition("\n---\n")[0], []
+def _notes(folder: Path) -> tuple[str, ...]:
+    """Return what somebody should add to the card before it is public."""
+    path, found = folder / card.NAME, []
+    head = (path.read_text(encoding="utf-8") if path.is_file() else "").partition("\n---\n")[0]
     if "\nbase_model:" not in head:
         found.append(
-            "the source was a folder: README.md names no base_model (add its Hub id), recipe.yaml that folder"
+            "the source was a folder: add its Hub id as base_model to README.md, and as source to "
+            "recipe.yaml"
         )
     if "\nlicense:" not in head:
-        found.append("the card names no license, as the source names none: add it to README.md")
+        found.append("the source names no licence: add one to README.md")
     return tuple(found)
 
 
@@ -221,8 +276,6 @@ def _through_pull_request(
     observer: Observer,
 ) -> Pushed:
     """Send the files to a pull request, check them there, and merge it."""
-    import dataclasses
-
     title = f"surgery {record['fingerprint'][:12]}"
     number = _open_pull_request(api, plan.repo, title)
     if number is None:
@@ -242,8 +295,10 @@ def _through_pull_request(
         progress(len(plan.files))
     if wrong := _differ(folder, plan.files, record, _tree(api, plan.repo, revision) or {}):
         raise SurgeryError(
-            f"the Hub has another {wrong[0]} than was verified ({len(wrong)} such); nothing was merged",
-            f"run `surgery verify`, then push again: pull request {number} of {plan.repo} is still open",
+            f"the Hub has another {wrong[0]} than was verified ({len(wrong)} such); nothing was "
+            "merged",
+            f"run `surgery verify`, then push again: pull request {number} of {plan.repo} is still "
+            "open",
         )
     if api.get_discussion_details(plan.repo, number).status == "draft":
         api.change_discussion_status(plan.repo, number, "open")
@@ -258,6 +313,6 @@ def _through_pull_request(
 
 
 def _open_pull_request(api: HfApi, repo: str, title: str) -> int | None:
-    """The pull request that an interrupted push of the same output has left."""
+    """Return the pull request that an interrupted push of the same output has left, if any."""
     found = api.get_repo_discussions(repo, discussion_type="pull_request")
     return next((d.num for d in found if d.title == title and d.status in ("draft", "open")), None)

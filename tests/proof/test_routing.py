@@ -1,6 +1,4 @@
-"""The gradient of the routers is that of the whole model, taken a layer at a time; and what is
-wrong with routers is said.
-"""
+"""The gradient of the routers is that of the whole model, and faults of routers are warned of."""
 
 from __future__ import annotations
 
@@ -62,10 +60,10 @@ def test_gradients_are_those_of_the_whole_model(
 @pytest.mark.parametrize(
     ("options", "warned"),
     [
-        ({}, ["no gradient"]),
+        ({}, ["no_gradient"]),
         ({"drop": 0.5}, []),
-        ({"drop": 0.5, "top_k": 1}, ["no gradient"]),
-        ({"drop": 0.5, "router": "zero"}, ["less than 0.01", "equal routers"]),
+        ({"drop": 0.5, "top_k": 1}, ["no_gradient"]),
+        ({"drop": 0.5, "router": "zero"}, ["idle_experts", "equal_copies"]),
         ({"drop": 0.5, "router_std": 20.0}, ["saturated"]),
     ],
 )
@@ -73,20 +71,18 @@ def test_a_verification_says_what_is_wrong(
     options: dict[str, Any], warned: list[str], tmp_path: Path
 ) -> None:
     source, output = convert("llama", tmp_path, **options)
-    exact = "drop" not in options
-    found = verify(source, output, exact=exact, tokens=512, checks=[check()])
-    warnings = [r.check for r in found.rows if r.warns]
-    assert found.passed and len(warnings) >= len(warned)
-    for word in warned:
-        assert any(word in w for w in warnings), warnings
-    (gradient,) = (r for r in found.rows if r.key == "routers.gradient")
-    assert len(gradient.layers) == LAYERS
+    found = verify(source, output, exact="drop" not in options, checks=[check()], tokens=512)
+    seen = {r.key: r for r in found.rows}
+    assert found.passed and {f"routers.{name}" for name in warned} <= {
+        key for key, row in seen.items() if row.warns
+    }
+    assert len(seen["routers.gradient"].layers) == LAYERS
 
 
 def test_a_model_that_routed_before_is_not_measured(tmp_path: Path) -> None:
     _, output = convert("llama", tmp_path)
     found = verify(output, output, exact=True, tokens=256)
-    assert found.passed and not any("router" in r.check for r in found.rows)
+    assert found.passed and not any(r.key.startswith("routers.") for r in found.rows)
 
 
 def test_idle_experts_want_enough_choices_to_be_called_so(tmp_path: Path) -> None:
@@ -104,8 +100,8 @@ def test_the_summary_means_over_layers() -> None:
         "idle": 0,
         "equal": 0,
     }
-    each = [Routing(layer=layer, gradient=g, **one) for layer, g in ((2, 0.2), (5, 0.4))]  # type: ignore[arg-type]
-    found = {row.key: row for row in rows(each)}
-    assert found["routers.gradient"].value == pytest.approx(0.3)
-    assert found["routers.gradient"].layers == ((2, 0.2), (5, 0.4))
+    layers = [(2, 0.2), (5, 0.4)]
+    last = list(rows([Routing(layer=i, gradient=g, **one) for i, g in layers]))[-1]  # type: ignore[arg-type]
+    assert last.key == "routers.gradient" and last.value == pytest.approx(0.3)
+    assert last.layers == tuple(layers)
     assert list(rows([])) == []

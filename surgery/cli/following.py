@@ -1,0 +1,63 @@
+"""The commands that come next, with the real folder and quoted for a shell."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from surgery.proof import verdict
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def commands(folder: Path, record: Mapping[str, Any], *, pushed: str = "") -> list[tuple[str, str]]:
+    """Return what to do with a written output, as labels and commands.
+
+    Args:
+        folder: of the output; nothing comes next where it is not there any more.
+        record: its surgery.json.
+        pushed: the repository that it was pushed to.
+    """
+    return list(_commands(folder, record, pushed)) if folder.is_dir() else []
+
+
+def _commands(folder: Path, record: Mapping[str, Any], pushed: str) -> Iterator[tuple[str, str]]:
+    name = pushed or str(folder)
+    yield "load", load(name, trust=needs_trust(folder), text=_has_tokenizer(folder))
+    if has_zeros(record):
+        yield "time", shlex.join(["surgery", "bench", str(folder)])
+    script = folder / "finetune" / "finetune.py"
+    if script.is_file():
+        yield "fine-tune", shlex.join(["python", str(script), "--smoke"])
+    if not pushed and (record.get("verification") or {}).get("passed"):
+        yield "publish", f"{shlex.join(['surgery', 'push', str(folder)])} OWNER/NAME"
+
+
+def load(name: str, *, trust: bool = False, text: bool = True) -> str:
+    """Return the command that loads a model and, with a tokenizer, prints what it writes."""
+    given = json.dumps(name, ensure_ascii=False)
+    more = ", trust_remote_code=True" if trust else ""
+    if text:
+        made = f'pipeline("text-generation", {given}{more})("The", max_new_tokens=20)'
+        code = f'from transformers import pipeline; print({made}[0]["generated_text"])'
+    else:
+        made = f"AutoModelForCausalLM.from_pretrained({given}{more})"
+        code = f"from transformers import AutoModelForCausalLM; print({made})"
+    return shlex.join(["python", "-c", code])
+
+
+def needs_trust(folder: Path) -> bool:
+    """Whether loading the output runs code that is saved with it."""
+    return "auto_map" in json.loads((folder / "config.json").read_bytes())
+
+
+def has_zeros(record: Mapping[str, Any]) -> bool:
+    """Whether the verification found zeros that a kernel could skip."""
+    return "left.bytes" in verdict.rows_by_key(record.get("verification"))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZERS)
