@@ -363,12 +363,6 @@ def choose_device(name: str | None = None) -> str:
     return name
 
 
-def join_processes() -> None:
-    """Join the other processes started by `torchrun` or `accelerate launch`, if any."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized():
-        distributed.init_process_group("gloo")  # statistics are merged on the CPU
-
-
 def processes() -> tuple[int, int]:
     """Return the rank of this process and the number of processes."""
     together = distributed.is_available() and distributed.is_initialized()

@@ -124,8 +124,9 @@ def analyze_command(on: str, as_json: bool, quiet: bool, **options: Any) -> None
       surgery analyze ./my-model --coactivation --out analysis --device cuda
     """
     from surgery.analysis.devices import parse_device
-    from surgery.calibration.walk import choose_device, join_processes, processes
+    from surgery.calibration.walk import choose_device
     from surgery.cli import screen
+    from surgery.storage.processes import together
 
     run = Run(**options)
     if run.coactivation and run.out is None:
@@ -135,18 +136,20 @@ def analyze_command(on: str, as_json: bool, quiet: bool, **options: Any) -> None
     if quiet or as_json:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     timed_on, device = parse_device(on), choose_device(run.device)
-    checkpoint, sample = _open(run)
-    join_processes()
-    first = processes()[0] == 0
-    bars = screen.Bars(quiet=quiet or as_json or not first)
-    with bars.stage("analyzing", 0, "layer") as progress:
-        found = _analyze(run, checkpoint, sample, device, progress)
-    if first and run.out is not None:
-        _write(found, timed_on, run.out)
-    if first and as_json:
-        screen.echo_json(found.as_dict(timed_on))
-    elif first and not quiet:
-        _show(found, timed_on, run.out)
+    with together() as group:
+        checkpoint, sample = _open(run)
+        group.share_tensors()
+        bars = screen.Bars(quiet=quiet or as_json or group.rank > 0)
+        with bars.stage("analyzing", 0, "layer") as progress:
+            found = _analyze(run, checkpoint, sample, device, progress)
+        if group.rank:
+            return
+        if run.out is not None:
+            _write(found, timed_on, run.out)
+        if as_json:
+            screen.echo_json(found.as_dict(timed_on))
+        elif not quiet:
+            _show(found, timed_on, run.out)
 
 
 def _open(run: Run) -> tuple[Checkpoint, Sample]:

@@ -53,6 +53,9 @@ class Group:
         """A `progress` for this process's units; in the first `progress` is told those of all."""
         return progress
 
+    def share_tensors(self) -> None:
+        """Let `torch.distributed` merge tensors among the processes, over the same store."""
+
     def fail(self, error: Exception) -> bool:
         """Say why this process ends; whether the first prints it."""
         return False
@@ -97,6 +100,13 @@ class Together(Group):
             own, shown, looked = 0, everyones, time.monotonic()
 
         return count
+
+    def share_tensors(self) -> None:
+        from torch.distributed import PrefixStore, init_process_group, is_initialized
+
+        if not is_initialized():
+            store = PrefixStore("tensors", self._store)
+            init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
 
     def fail(self, error: Exception) -> bool:
         if isinstance(error, Elsewhere):
