@@ -60,3 +60,9 @@ def run_transformers_4() -> Callable[[dict[str, Any]], Any]:
         return result
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables in a pipe heed COLUMNS, which a shell may have exported."""
+    monkeypatch.delenv("COLUMNS", raising=False)
