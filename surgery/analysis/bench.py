@@ -66,6 +66,7 @@ class LayerBench:
     skipping_quartiles: Quartiles = (0.0, 0.0)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return all of it, for JSON."""
         return {
             "layer": self.index,
             "sparsity": self.sparsity,

@@ -54,7 +54,7 @@ _ALONE = (
 
 
 def generic() -> list[str]:
-    """Return the operations that have no module here: their commands are made from their records."""
+    """Return the operations without a module here, whose commands are made from their records."""
     from surgery import operations
 
     return [name for name in operations.names() if name not in COMMANDS]

@@ -52,9 +52,9 @@ def bench_command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Time the MLPs of MODEL as it decodes one sequence: dense, and with zeros skipped by the custom
-    code of a sparse checkpoint, at the sparsity that the model has on the built-in text. MODEL is
-    such a checkpoint, or one with ReLU. Nothing else should run on the machine meanwhile.
+    """Time the MLPs of MODEL as it decodes one sequence: dense, and with zeros skipped by the
+    custom code of a sparse checkpoint, at the sparsity that the model has on the built-in text.
+    MODEL is such a checkpoint, or one with ReLU. Let nothing else run on the machine meanwhile.
 
     \b
     Examples:

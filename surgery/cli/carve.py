@@ -137,16 +137,21 @@ def carve_command(
         raise UsageError("--plot draws a sweep", "give --sweep 25,50,75,100 with it")
     options |= {"shared": shared_parts, "layers": parse_layers(layers), "calibration": calibration}
     options = _with_preset(options | {"bypass": bypass})
-    if sweep and (common.out or common.dry_run or active is not None):
-        raise UsageError(
-            "--sweep writes nothing, and --out, --dry-run and --active are of an output",
-            "leave them out",
-        )
     if sweep:
+        _require_no_output(common, active)
         _sweep(common, _fractions(sweep), plot, options)
         return 0
     options["active"] = _active(active)
     return execute(common, lambda source: carve(source, **options))
+
+
+def _require_no_output(common: CommonOptions, active: str | None) -> None:
+    """Raise UsageError for options that a sweep has no use for."""
+    if common.out or common.dry_run or active is not None:
+        raise UsageError(
+            "--sweep writes nothing, and --out, --dry-run and --active are of an output",
+            "leave them out",
+        )
 
 
 def _with_preset(options: dict[str, Any]) -> dict[str, Any]:

@@ -46,8 +46,8 @@ def families_command(as_json: bool) -> None:
     screen.show(table)
     screen.show_notes(
         [
-            "surgery, with code, and the last column: custom code that is saved with the checkpoint "
-            "and needs trust_remote_code; for language models only"
+            "surgery, with code, and the last column: custom code, which is saved with the "
+            "checkpoint and needs trust_remote_code; for language models only"
         ]
     )
 

@@ -138,27 +138,20 @@ def upcycle_command(
     from surgery.storage import open_checkpoint
     from surgery.workflow.recipe import parse_layers
 
+    _check(models, calibration, options["router"])
+    options |= {"layers": parse_layers(layers), "shared": shared_parts}
+    options |= {"expert_texts": texts, "calibration": calibration}
+    experts = [open_checkpoint(m) for m in models]
+    return execute(common, lambda c: upcycle(c, expert_models=experts, **options))
+
+
+def _check(models: Sequence[str], calibration: dict[str, Any], router: str) -> None:
+    """Raise UsageError for a number in the place of a model, and for text that no router reads."""
     for name in models:
         if name.isdigit():
             raise UsageError(
                 f"--expert {name} would be a model",
                 "see `surgery upcycle --help`: --experts counts",
             )
-    if calibration and options["router"] not in ("centroids", "class-means"):
-        raise UsageError(
-            f"text for a router that begins {options['router']}", "give --router centroids"
-        )
-    chosen = parse_layers(layers)
-    experts = [open_checkpoint(m) for m in models]
-    return execute(
-        common,
-        lambda c: upcycle(
-            c,
-            layers=chosen,
-            shared=shared_parts,
-            expert_models=experts,
-            expert_texts=texts,
-            calibration=calibration,
-            **options,
-        ),
-    )
+    if calibration and router not in ("centroids", "class-means"):
+        raise UsageError(f"text for a router that begins {router}", "give --router centroids")

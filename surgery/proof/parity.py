@@ -53,14 +53,17 @@ class Comparison:
 
     @property
     def delta(self) -> float:
+        """The largest max|Δ| of a sequence."""
         return self.deltas.max().item()
 
     @property
     def limit(self) -> float:
+        """What the largest difference is held to."""
         mean = self.total / self.count
         return PARITY * max(1.0, math.sqrt(max(0.0, self.squares / self.count - mean * mean)))
 
     def perplexity(self, i: int) -> float:
+        """Return the perplexity of the source (0) or the output (1)."""
         return math.exp(min(self.nll[i] / self.scored, 700.0))  # e^710 overflows
 
 

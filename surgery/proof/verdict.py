@@ -37,6 +37,7 @@ class Change:
 
     @property
     def ratio(self) -> float:
+        """How many times the source's perplexity that of the output is."""
         return self.after / self.before
 
     def __str__(self) -> str:

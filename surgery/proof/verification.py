@@ -59,9 +59,11 @@ class Verification:
 
     @property
     def passed(self) -> bool:
+        """Whether every row passed."""
         return all(row.passed for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return all of it, for surgery.json."""
         return {
             "passed": self.passed,
             "exact": self.exact,

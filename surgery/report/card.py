@@ -235,7 +235,7 @@ def _is_id(location: str) -> bool:
 
 
 def _link(source: Mapping[str, Any]) -> str:
-    """Return the source in Markdown; of a folder only its name, as the path is nobody's business."""
+    """Return the source in Markdown; of a folder only its name."""
     location, revision = source["location"], source["revision"]
     if not revision:
         if location == DEMO:

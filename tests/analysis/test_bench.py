@@ -141,6 +141,24 @@ def test_the_verdict_is_what_was_measured() -> None:
     )
 
 
+def test_a_busy_machine_is_warned_of() -> None:
+    """Timings beside another program say little: half of them far from the median is a sign."""
+    calm = a_bench(4.0, 2.0)
+    assert calm.warnings == []
+    busy = dataclasses.replace(calm, load=1000.0)
+    assert [w.partition(":")[0] for w in busy.warnings] == ["the machine is busy"]
+    wide = dataclasses.replace(calm.layers[0], dense_quartiles=(3.0, 6.0))
+    spread = dataclasses.replace(calm, layers=(wide, calm.layers[1]))
+    (warning,) = spread.warnings
+    assert "the timings of dense spread: half of them lie between 3.000 and 6.000 ms" in warning
+    assert spread.as_dict()["warnings"] == [warning]
+
+
+def test_quartiles_stand_beside_the_median() -> None:
+    assert module.quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)
+    assert module.quartiles([1.0]) == (1.0, 1.0)
+
+
 def test_json_and_table(relu: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         str(relu),
@@ -156,14 +174,15 @@ def test_json_and_table(relu: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench_command.main([*arguments, "--json"], standalone_mode=False)
     printed = json.loads(capsys.readouterr().out)
     assert printed["threads"] == 1 and printed["dtype"] == "float32" and len(printed["layers"]) == 2
+    low, high = printed["dense_ms_quartiles"]
+    assert 0 < low <= printed["dense_ms"] * 1.5 and low <= high
     assert printed["speedup"] == pytest.approx(printed["dense_ms"] / printed["skipping_ms"])
     assert printed["dense_ms"] == pytest.approx(
         sum(layer["dense_ms"] for layer in printed["layers"])
     )
     bench_command.main([*arguments, "--quiet"], standalone_mode=False)
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        lines[0].startswith(("no gain", "skipping makes"))
-        and "float32 on cpu, 1 threads" in lines[1]
-    )
-    assert lines[-1].startswith("note: the tokens are random") and max(map(len, lines[2:])) <= 120
+    assert lines[0].startswith(("no gain", "skipping makes"))
+    assert "float32 on cpu, 1 threads" in lines[1] and "quartiles" in lines[2]
+    assert any(line.startswith("note: the tokens are random") for line in lines)
+    assert max(map(len, lines[3:10])) <= 120

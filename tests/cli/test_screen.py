@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import pty
+import shlex
 import struct
 import subprocess
 import termios
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import pytest
 from support import COMMAND, STAGE, Call, Ran, environment, files_of, surgery, write_llama
+
+from surgery.demo import MODEL
 
 
 def test_json_is_all_there_is(call: Call, model: Path) -> None:
@@ -73,7 +76,7 @@ def test_a_pipe_gets_text(call: Call, tmp_path: Path) -> None:
     assert "writing: done in" in ran.err
     assert "\x1b" not in ran.out and "\r" not in ran.out
     assert ran.out.splitlines()[0].endswith("-mixtral-2x-top2")
-    assert "Same function: " in ran.out and "Files valid" in ran.out and "logits max|Δ|" in ran.out
+    assert "Same function: fp32 logits differ by at most" in ran.out and "Files valid" in ran.out
     planned = call("upcycle", model, "--experts", "4", "--dry-run")
     assert (
         planned.out.splitlines()[0] == f"Would write 0.1 MB to {model}-mixtral-4x-top2"
@@ -187,3 +190,54 @@ def test_a_closed_pipe_is_no_traceback(model: Path) -> None:
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(60) in (0, 1)
+
+
+def test_a_pipe_is_as_wide_as_columns_says(
+    call: Call, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log viewer that exports COLUMNS gets lines that fit; without it nothing is cut at 80."""
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, call("families").out.splitlines()[1:-2])) <= 60
+    monkeypatch.delenv("COLUMNS")
+    assert 80 < max(map(len, call("families").out.splitlines()[1:-2])) <= 120
+
+
+def test_what_comes_next_is_ready_to_copy(call: Call, tmp_path: Path) -> None:
+    """Each command names the real folder, quoted; what the model has no use for is left out."""
+    out = tmp_path / "my out"
+    ran = call("upcycle", write_llama(tmp_path / "model"), "--experts", "2", "--out", out)
+    following = ran.out.partition("\nNext:\n")[2]
+    commands = [shlex.split(line.strip().partition(" ")[2]) for line in following.splitlines()]
+    load, train, publish = commands
+    assert load[:2] == ["python", "-c"] and str(out) in load[2]
+    compile(load[2], "load", "exec")
+    assert train == ["python", str(out / "finetune" / "finetune.py"), "--smoke"]
+    assert publish == ["surgery", "push", str(out), "OWNER/NAME"]
+    assert "Next:" not in call("upcycle", tmp_path / "model", "--experts", "4", "--quiet").out
+
+
+def test_a_model_with_zeros_is_to_be_timed(call: Call, model: Path) -> None:
+    ran = call("relufy", model, "--repair", "none")
+    assert f"surgery bench {model}-relu\n" in ran.out
+
+
+def test_damage_is_called_by_its_name(call: Call, tmp_path: Path) -> None:
+    """The last line of a verification says what to try, not that it passed."""
+    options = ("--activation", "shifted", "--threshold", "3", "--repair", "none")
+    ran = call("relufy", MODEL, *options, "--out", tmp_path / "out")
+    assert ran.code == 0 and "passed" not in ran.out
+    assert ran.out.startswith("wrote ") and "\nAnother function: perplexity 25.9 → " in ran.out
+    verification, _, following = ran.out.partition("\nNext:\n")
+    assert "\nDamaged: the output's perplexity is × " in verification and following
+    assert "\ntry: a repair: --repair ridge\n" in verification
+
+
+def test_the_plan_has_a_rough_time(call: Call, model: Path) -> None:
+    """From the bytes, the calibration and the verification, with the rates it was reckoned with."""
+    plan = call("relufy", model, "--dry-run", "--json").json["time"]
+    assert plan["calibrating"] > 0 and plan["writing"] > 0 and plan["verifying"] > 0
+    bare = call("relufy", model, "--repair", "none", "--no-verify", "--dry-run", "--json").json
+    assert bare["time"]["calibrating"] == 0 == bare["time"]["verifying"]
+    shown = call("relufy", model, "--dry-run").out
+    assert "roughly" in shown and "GFLOP/s" in shown
+    assert [p.name for p in model.parent.iterdir()] == [model.name]

@@ -17,7 +17,20 @@ from surgery.storage import open_checkpoint
 from surgery.workflow.convert import convert
 from surgery.workflow.verify import verify_folder
 
-SOURCE_CARD = "---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE\nlanguage:\n- en\n- de\npipeline_tag: text-generation\nbase_model: big/llama\ntags: [great]\n---\n# Llama\nThe best of all models.\n"
+SOURCE_CARD = """---
+license: other
+license_name: own
+license_link: LICENSE
+language:
+- en
+- de
+pipeline_tag: text-generation
+base_model: big/llama
+tags: [great]
+---
+# Llama
+The best of all models.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +86,7 @@ def test_numbers(upcycled: Path, model: Path) -> None:
         f"{(dense + 3 * mlp + router) / 1e3:.4g} k",
     ]
     active = dense - 64 * 32  # without the input embedding
-    assert table["active for a token"] == [
+    assert table["active parameters per token"] == [
         f"{active / 1e3:.4g} k",
         f"{(active + mlp + router) / 1e3:.4g} k",
     ]
@@ -85,10 +98,53 @@ def test_numbers(upcycled: Path, model: Path) -> None:
         and "2310.04564" not in body
     )
     assert "```yaml\n" + (upcycled / "recipe.yaml").read_text().rstrip() in body
-    assert "another function" in body and "trust_remote_code=True" not in body
+    assert "Perplexity against its source: × " in body and "trust_remote_code" not in body.replace(
+        "without `trust_remote_code`", ""
+    )
 
 
-def test_code_that_travels_is_said(model: Path) -> None:
+def test_the_code_runs_from_the_folder_above(upcycled: Path, model: Path) -> None:
+    """As it stands, for whoever has the folder; after a push it names the repository for good."""
+    _, body = split((upcycled / "README.md").read_text())
+    assert 'name = "moe"  # this folder' in body and "model.generate(" in body
+    assert "lm_eval --model hf --model_args pretrained=moe," in body
+    pushed = card.renamed(upcycled, "me/moe")["README.md"]
+    text = pushed.decode()
+    assert (
+        'name = "me/moe"\n' in text and "pretrained=me/moe," in text and "this folder" not in text
+    )
+    ours = (upcycled / "README.md").read_bytes()
+    (upcycled / "README.md").write_bytes(pushed)
+    verify_folder(open_checkpoint(model), upcycled)
+    assert 'name = "me/moe"\n' in (upcycled / "README.md").read_text()
+    (upcycled / "README.md").write_bytes(ours)
+
+
+def test_the_card_names_no_path_and_no_option(upcycled: Path, model: Path) -> None:
+    """Readers have neither this disk nor the command line that made the model."""
+    _, body = split((upcycled / "README.md").read_text())
+    assert str(model.parent) not in body and "`llama` after an operation" in body
+    assert "--" not in body.partition("The recipe, which")[0]
+
+
+def test_a_source_in_the_hubs_cache_is_the_base_model(tmp_path: Path) -> None:
+    """Its folder names the repository; a config may name where it was loaded from."""
+    cached = tmp_path / "models--tiny--llama" / "snapshots" / "0123"
+    cached.mkdir(parents=True)
+    found = convert_from(write_llama(cached, layers=2), tmp_path / "a")
+    assert found["base_model"] == "tiny/llama"
+    named = write_llama(tmp_path / "b", layers=2, fields={"_name_or_path": "other/llama"})
+    assert convert_from(named, tmp_path / "c")["base_model"] == "other/llama"
+
+
+def convert_from(model: Path, out: Path) -> dict[str, Any]:
+    """The metadata of the card of an upcycled model."""
+    source = open_checkpoint(model)
+    convert(source, upcycle(source, experts=2), out, verify=False)
+    return split((out / "README.md").read_text())[0]
+
+
+def test_custom_code_is_said(model: Path) -> None:
     source = open_checkpoint(model)
     made = convert(
         source,

@@ -134,10 +134,8 @@ def test_a_pull_request_may_stay_open(hub: FakeHub, out: Path) -> None:
     count = sent(hub)
     assert push(hub, out).code == 0
     assert sent(hub) == count and len(hub.repositories[REPO].pulls) == 1
-    assert set(main_of(hub)) == {
-        *raw(out),
-        "notes.txt",
-    }  # the old weights would have been loaded too
+    # The old weights would have been loaded too.
+    assert set(main_of(hub)) == {*raw(out), "notes.txt"}
 
 
 def test_an_interrupted_push_goes_on(hub: FakeHub, out: Path) -> None:
@@ -171,14 +169,34 @@ def test_an_interrupted_push_goes_on(hub: FakeHub, out: Path) -> None:
 
 
 def test_a_dry_run_sends_nothing(hub: FakeHub, out: Path) -> None:
-    ran = push(hub, out, "--dry-run", "--json", HF_TOKEN="")
+    """With a token the files are compared with those of the Hub, and nothing else is asked."""
+    ran = push(hub, out, "--dry-run", "--json")
     sizes = {f["name"]: f["bytes"] for f in ran.json["files"]}
-    assert sizes == {n: len(d) for n, d in raw(out).items()} and ran.json["bytes"] == sum(
-        sizes.values()
-    )
-    assert REPO not in hub.repositories
+    assert sizes == {n: len(d) for n, d in raw(out).items()} and ran.json["compared"]
+    assert ran.json["bytes"] == sum(sizes.values()) and REPO not in hub.repositories
+    hub.add(REPO, {"LICENSE": (out / "LICENSE").read_bytes()})
     shown = push(hub, out, "--dry-run").out
-    assert f"in {len(sizes)} files" in shown and "LICENSE" in shown
+    assert f"in {len(sizes) - 1} files" in shown and "is there already" in shown
+    assert "Checked: the verification passed" in shown
+
+
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [
+        ({"HF_TOKEN": ""}, "there is no token"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "cannot reach the Hub"),
+        ({"HF_HUB_OFFLINE": "1"}, "offline"),
+    ],
+)
+def test_a_dry_run_needs_no_network(
+    variables: dict[str, str], why: str, hub: FakeHub, out: Path
+) -> None:
+    """It lists files and sizes, and says that it did not compare."""
+    ran = push(hub, out, "--dry-run", "--json", **variables)
+    assert ran.code == 0, ran
+    assert not ran.json["compared"] and all(f["send"] for f in ran.json["files"])
+    assert "not compared" in ran.json["notes"][0] and why.lower() in ran.json["notes"][0].lower()
+    assert not hub.requests
 
 
 def test_private(hub: FakeHub, out: Path) -> None:
