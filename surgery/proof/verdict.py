@@ -132,6 +132,8 @@ def warnings(verification: Verification | None) -> Iterator[str]:
         if row.get("warns"):
             layers = [int(index) for index, _ in row.get("layers") or ()]
             where = f" (layers {spans(layers)})" if layers else ""
+            if names := row["detail"][:5]:
+                where = f": {', '.join(names)}{', …' if len(row['detail']) > 5 else ''}"
             yield f"{row['check'].removeprefix('warning: ')}{where}"
 
 

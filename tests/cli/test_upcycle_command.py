@@ -24,7 +24,7 @@ def test_a_deepseek_shape(call: Call, model: Path) -> None:
     """
     ran = call("upcycle", model, "--granularity", "4", "--shared", "1", "--dense-first", "1")
     assert ran.code == 0 and "Same function: " in ran.out and "Files valid: " in ran.out
-    assert "note: glm4_moe holds this llama exactly in this shape" in ran.out
+    assert "try: glm4_moe holds this llama exactly in this shape" in ran.out
     (out,) = model.parent.glob("model-glm4-moe-*")
     config = json.loads((out / "config.json").read_text())
     expected = {
@@ -72,7 +72,7 @@ def test_several_models(call: Call, model: Path, tmp_path: Path) -> None:
     found = step(
         call, model, "--expert", model, "--expert", other, "--attention", "average", "--out", out
     )
-    assert found["expert_models"] == [str(model), str(other)] and found["experts"] == 2
+    assert found["expert_models"] == ["../model", "../other"] and found["experts"] == 2
     ran = call("verify", model, out)
     assert ran.code == 0 and "Another function: perplexity" in ran.out
     assert "logits max" not in ran.out
