@@ -13,6 +13,7 @@ Nothing heavy is imported until it is used: `import surgery` loads neither torch
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from surgery.errors import SurgeryError, UsageError
@@ -53,7 +54,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(importlib.import_module("surgery.api"), name)
-    if not name.startswith("_"):
+    # `from surgery import files` asks here before it imports the module.
+    if not name.startswith("_") and importlib.util.find_spec(f"surgery.{name}") is None:
         operation = importlib.import_module("surgery.operations").known(name)
         if operation is not None:
             return operation.function

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surgery import files
 from surgery.analysis import sparsity
 from surgery.analysis.devices import Cost, Device
 from surgery.analysis.fingerprint import fingerprint
@@ -40,6 +41,7 @@ from surgery.checkpoint import Checkpoint, Progress
 from surgery.errors import UsageError
 from surgery.families import Family
 
+REPORT, TENSORS = "analysis.json", "analysis.safetensors"
 CETT = (0.1, 0.2)
 SPARSITIES = (0.25, 0.4, 0.5, 0.65, 0.8, 0.9, 0.95)
 NEAR_ZERO = (1e-3, 1e-2, 1e-1)
@@ -391,10 +393,9 @@ class Analysis:
 
     def save(self, folder: Path, device: Device) -> None:
         """Write analysis.safetensors and analysis.json to `folder`, which is made if needed."""
-        folder.mkdir(parents=True, exist_ok=True)
-        save_tensors(self.tensors(), folder / "analysis.safetensors")
+        save_tensors(self.tensors(), folder, TENSORS)
         text = json.dumps(self.as_dict(device), indent=2, ensure_ascii=False)
-        (folder / "analysis.json").write_text(text + "\n", encoding="utf-8")
+        files.write(folder, REPORT, f"{text}\n".encode(), sync=False)
 
 
 def firing_rate(mlp: MlpStatistics) -> float:
@@ -417,14 +418,15 @@ def _means(a: Analysis, parts: Sequence[MlpStatistics | RouterStatistics]) -> di
     return {"exact_zero": a.mean(exact_zeros, parts), **sparsities}
 
 
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file with the permissions of any other file.
+def save_tensors(tensors: Mapping[str, Tensor], folder: Path, name: str) -> None:
+    """Write a safetensors file below `folder`, with the permissions of any other file.
 
     `safetensors.torch.save_file` would leave 0600.
     """
     from safetensors.torch import save
 
-    path.write_bytes(save({n: t.contiguous() for n, t in tensors.items()}))
+    data = save({n: t.contiguous() for n, t in tensors.items()})
+    files.write(folder, name, data, sync=False)
 
 
 def _spread(d: Distribution) -> dict[str, Any]:

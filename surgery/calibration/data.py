@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from surgery import files
 from surgery.calibration.stock import parse_config, runs_custom_code
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError
@@ -138,15 +138,15 @@ def _read(split: str, file: Path | None, dataset: str | None) -> tuple[Iterable[
     if file is None:
         built_in = resources.files("surgery.demo") / "text" / f"{split}.txt"
         return [built_in.read_text("utf-8")], f"built-in {split} text"
-    files = [file]
+    texts = [file]
     if file.is_dir():
-        files = sorted(f for f in file.rglob("*") if f.suffix in TEXT_SUFFIXES)
-        if not files:
+        texts = sorted(f for f in file.rglob("*") if f.suffix in TEXT_SUFFIXES)
+        if not texts:
             raise SurgeryError(
                 f"no {', '.join(TEXT_SUFFIXES)} in {file}",
                 "give a file or a folder of plain text in UTF-8",
             )
-    return (piece for f in files for piece in _pieces(f)), file.resolve().name
+    return (piece for f in texts for piece in _pieces(f)), file.resolve().name
 
 
 def _pieces(file: Path) -> Iterator[str]:
@@ -196,13 +196,13 @@ def _stream(name: str) -> Iterator[str]:
 
 def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Any, str]:
     """Return the checkpoint's tokenizer, or None and the reason why there is none."""
-    files = [f for f in checkpoint.files if f.name.endswith(SUFFIXES) and "/" not in f.name]
+    found = [f for f in checkpoint.files if f.name.endswith(SUFFIXES) and "/" not in f.name]
     starts, ends = ("tokenizer", "vocab", "tekken"), (".model", ".tiktoken")
-    if not any(f.name.startswith(starts) or f.name.endswith(ends) for f in files):
+    if not any(f.name.startswith(starts) or f.name.endswith(ends) for f in found):
         return None, "the checkpoint has no tokenizer"
     with tempfile.TemporaryDirectory() as folder:
-        for f in files:
-            shutil.copy(f.path(), Path(folder, f.name))
+        for f in found:
+            files.write(Path(folder), f.name, files.content(f.path()), sync=False)
         trust = runs_custom_code(checkpoint)
         try:
             return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust), ""

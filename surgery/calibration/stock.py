@@ -24,6 +24,7 @@ import torch
 import transformers
 from torch import nn
 
+from surgery import files
 from surgery.calibration.fp64 import arithmetic
 from surgery.checkpoint import Checkpoint, LazyTensor
 from surgery.checkpoint.tensors import DTYPES
@@ -189,11 +190,11 @@ def _folder(checkpoint: Checkpoint) -> Iterator[Path]:
     """Give transformers a folder to look at, with the config and any custom code in it."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, str(checkpoint.config.get("model_type", "model")))
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(dict(checkpoint.config)), encoding="utf-8")
+        config = json.dumps(dict(checkpoint.config)).encode()
+        files.write(folder, "config.json", config, sync=False)
         for file in checkpoint.files:
             if runs_custom_code(checkpoint) and file.name.endswith(".py"):
-                (folder / file.name).write_bytes(file.path().read_bytes())
+                files.write(folder, file.name, files.content(file.path()), sync=False)
         yield folder
 
 

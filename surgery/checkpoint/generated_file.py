@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from surgery import files
+
 
 @dataclass(frozen=True, slots=True)
 class GeneratedFile:
@@ -26,10 +28,10 @@ class GeneratedFile:
 
     def path(self) -> Path:
         """Return a copy on this disk, in a temporary folder that lasts as long as the process."""
-        path = Path(_folder().name) / self.identity[:16]
-        if not path.is_file():
-            path.write_bytes(self.data)
-        return path
+        folder, name = Path(_folder().name), self.identity[:16]
+        if not (folder / name).is_file():
+            files.write(folder, name, self.data, sync=False)
+        return folder / name
 
 
 @cache

@@ -17,6 +17,7 @@ from surgery.checkpoint.compat import complete, dump, side_file
 from surgery.checkpoint.header import make_header
 from surgery.checkpoint.tensors import DTYPES, LazyTensor, SourceFile
 from surgery.errors import UsageError
+from surgery.files import content
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 INDEX = "model.safetensors.index.json"
@@ -108,7 +109,7 @@ def make_plan(checkpoint: Checkpoint, max_shard_size: int | None = None) -> Plan
     """
     shards = _verbatim(checkpoint) if max_shard_size is None else None
     shards = shards or _pack(checkpoint.tensors, max_shard_size or DEFAULT_SHARD_SIZE)
-    small = {f.name: side_file(f.name, f.path().read_bytes()) for f in checkpoint.files}
+    small = {f.name: side_file(f.name, content(f.path())) for f in checkpoint.files}
     if shards[0].name != "model.safetensors":
         # transformers finds a single file of another name through an index only.
         small[INDEX] = _index(checkpoint, shards)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgery import files
 from surgery.checkpoint.tensors import DTYPES, Extent, LazyTensor
 
 if TYPE_CHECKING:
@@ -195,6 +196,4 @@ def _read(path: Path) -> Any:
 
 
 def _write(path: Path, data: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(data)
-    partial.replace(path)
+    files.write(path.parent, path.name, data, sync=False)

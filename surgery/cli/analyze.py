@@ -126,6 +126,7 @@ def analyze_command(on: str, as_json: bool, quiet: bool, **options: Any) -> None
     from surgery.analysis.devices import parse_device
     from surgery.calibration.walk import choose_device
     from surgery.cli import screen
+    from surgery.report.html import check_place
     from surgery.storage.processes import together
 
     run = Run(**options)
@@ -136,6 +137,8 @@ def analyze_command(on: str, as_json: bool, quiet: bool, **options: Any) -> None
     if quiet or as_json:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     timed_on, device = parse_device(on), choose_device(run.device)
+    if run.out is not None:
+        check_place(run.out)
     with together() as group:
         checkpoint, sample = _open(run)
         group.share_tensors()
@@ -219,10 +222,7 @@ def _sink(out: Path) -> Callable[[int, Tensor], None]:
     """
     from surgery.analysis.analyze import save_tensors
 
-    folder = out / "coactivation"
-    folder.mkdir(parents=True, exist_ok=True)
-
     def write(layer: int, pairs: Tensor) -> None:
-        save_tensors({"pairs": pairs}, folder / f"layer-{layer}.safetensors")
+        save_tensors({"pairs": pairs}, out, f"coactivation/layer-{layer}.safetensors")
 
     return write

@@ -18,6 +18,8 @@ from typing import Any
 from surgery import operations
 from surgery.errors import SurgeryError
 from surgery.families import Family, find
+from surgery.files import JSON_LIMIT, read
+from surgery.files import write as write_file
 from surgery.storage.record import seen_from
 
 FOLDER = "finetune"
@@ -92,14 +94,13 @@ def files(
 
 def of_folder(folder: Path, record: Mapping[str, Any]) -> dict[str, bytes]:
     """Return `files` for the converted checkpoint in `folder`, whose surgery.json is `record`."""
-    return files(record, json.loads((folder / "config.json").read_bytes()), folder)
+    return files(record, json.loads(read(folder, "config.json", JSON_LIMIT)), folder)
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write `files` below `folder`."""
-    (folder / FOLDER).mkdir(exist_ok=True)
     for name, data in files.items():
-        (folder / name).write_bytes(data)
+        write_file(folder, name, data, sync=False)
 
 
 def needs(

@@ -21,6 +21,7 @@ from typing import Any
 from surgery.analysis.weigh import weigh
 from surgery.checkpoint import Checkpoint
 from surgery.demo import DEMO
+from surgery.files import content
 from surgery.proof import verdict
 from surgery.report import layers, methods
 from surgery.report.inspection import quantity
@@ -48,7 +49,8 @@ def files(
 
     There is nothing to write where somebody has edited the card.
     """
-    if (folder / NAME).exists() and not is_ours(folder):
+    path = folder / NAME
+    if path.exists() and not path.is_symlink() and not is_ours(folder):
         return {}
     drawn = layers.panels(record["verification"])
     figure = {layers.NAME: layers.draw(drawn)} if drawn else {}
@@ -68,9 +70,9 @@ def renamed(folder: Path, name: str) -> dict[str, bytes]:
 def is_ours(folder: Path) -> bool:
     """Whether the folder has a card as it was written here."""
     path = folder / NAME
-    if not path.is_file():
+    if not path.is_file() or path.is_symlink():
         return False
-    data = path.read_bytes()
+    data = content(path)
     return data == _sealed(data.decode(errors="replace").rpartition("<!--")[0])
 
 
@@ -174,7 +176,7 @@ def metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
     if checkpoint.card is None:
         return {}
-    text = checkpoint.card.path().read_text(encoding="utf-8", errors="replace")
+    text = content(checkpoint.card.path()).decode(errors="replace")
     match = re.match(r"\ufeff?\s*---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
     try:
         found = yaml.safe_load(match[1]) if match else None

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from surgery.analysis.sweep import Point, Sweep
 from surgery.errors import SurgeryError, UsageError
+from surgery.report import canvas
 from surgery.report.inspection import COLORS, FAINT, INK
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -156,7 +157,7 @@ def plot(found: Sweep, path: Path) -> None:
         axes.spines[:].set_color(FAINT)
         axes.tick_params(labelsize=9, colors=INK)
         axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+    canvas.save(figure, path, dpi=150)
 
 
 def _panels(found: Sweep) -> list[tuple[str, Callable[[Point], float], float]]:

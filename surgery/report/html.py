@@ -7,13 +7,17 @@ matplotlib draws only the PNGs (png.py). Both draw the same numbers (curves.py).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from surgery import files
 from surgery.analysis.analyze import (
     ALWAYS,
     CETT,
+    REPORT,
     SAMPLED,
+    TENSORS,
     Analysis,
     at_cett,
     exact_zeros,
@@ -21,10 +25,13 @@ from surgery.analysis.analyze import (
 )
 from surgery.analysis.devices import Device
 from surgery.analysis.sparsity import hot_share
+from surgery.errors import SurgeryError
 from surgery.report.analysis import finding, notes
 from surgery.report.curves import CETT_EXPLAINED, name_of, share
 from surgery.report.figures import figures
-from surgery.report.png import write_pngs
+from surgery.report.png import FILES, write_pngs
+
+PAGE = "report.html"
 
 
 def write_report(analysis: Analysis, device: Device, folder: Path) -> list[Path]:
@@ -32,10 +39,29 @@ def write_report(analysis: Analysis, device: Device, folder: Path) -> list[Path]
 
     Returns the paths of the files.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    page = folder / "report.html"
-    page.write_text(render(analysis, device), encoding="utf-8")
+    page = folder / PAGE
+    files.write(folder, PAGE, render(analysis, device).encode(), sync=False)
     return [page, *write_pngs(analysis, folder)]
+
+
+def check_place(folder: Path) -> None:
+    """Raise SurgeryError where an analysis would write over files that no analysis has written."""
+    names = (REPORT, TENSORS, PAGE, *FILES)
+    there = [name for name in names if (folder / name).exists()]
+    if there and not _is_analysis(folder):
+        raise SurgeryError(
+            f"{folder} has a {there[0]} that is not of an analysis",
+            "give another folder with --out, or move that file away",
+        )
+
+
+def _is_analysis(folder: Path) -> bool:
+    """Return whether a folder holds the figures of an analysis."""
+    try:
+        found = json.loads(files.read(folder, REPORT))
+    except (OSError, ValueError, SurgeryError):
+        return False
+    return isinstance(found, dict) and {"fingerprint", "layers", "activation"} <= set(found)
 
 
 def render(analysis: Analysis, device: Device) -> str:

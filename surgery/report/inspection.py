@@ -14,6 +14,7 @@ from surgery.analysis.devices import Decode, mlp_work
 from surgery.analysis.weigh import LayerWeights, Weights
 from surgery.errors import SurgeryError, UsageError
 from surgery.families.roles import MLP_ROLES, ROLES
+from surgery.report import canvas
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -229,7 +230,7 @@ def plot(weights: Weights, step: Decode, name: str, path: Path) -> None:
     figure.suptitle(finding(weights), x=0.01, ha="left", fontsize=14, fontweight="bold", color=INK)
     _draw_shares(top, bars, f"{name} · {weights.model_type}")
     _draw_roofline(bottom, weights, step)
-    figure.savefig(path, dpi=160)
+    canvas.save(figure, path, dpi=160)
 
 
 def _bars(weights: Weights) -> list[tuple[str, dict[str, int]]]:

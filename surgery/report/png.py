@@ -9,6 +9,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from surgery.analysis.analyze import Analysis
+from surgery.report import canvas
 from surgery.report.curves import (
     CETT_EXPLAINED,
     HOT,
@@ -90,7 +91,7 @@ def _png(
     draw(axes, a)
     subtitle = f"{name_of(a)} · {a.sample.input_ids.numel():,} tokens".replace("$", r"\$")
     axes.set_title(subtitle, loc="left", fontsize=9, color=FAINT)
-    figure.savefig(path, dpi=150)
+    canvas.save(figure, path, dpi=150)
     return path
 
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from surgery.errors import SurgeryError
+from surgery.files import create, open_lock, read
 
 LOCK = ".surgery.lock"  # with kernel locks
 HELD = ".surgery.held"  # without
@@ -53,7 +54,7 @@ def _take(folder: Path) -> tuple[Path, int]:
     path = folder / LOCK
     while True:
         # Open for writing, because NFS locks nothing else.
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        fd = open_lock(path)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -81,7 +82,7 @@ def _create(path: Path) -> int:
     """Return the descriptor of a file that did not exist, for file systems without locks."""
     while True:
         try:
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            return create(path)
         except FileExistsError:
             if not _is_left_over(path):
                 raise _busy(path, f"wait for it; if it has ended, remove {path}") from None
@@ -105,8 +106,8 @@ def _is_left_over(path: Path) -> bool:
 def _holder(path: Path) -> str:
     """Return the content of a lock file, "PID HOST", or "" where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
+        return read(path.parent, path.name, 1000).decode(errors="replace").strip()
+    except (OSError, SurgeryError):
         return ""
 
 

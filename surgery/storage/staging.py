@@ -10,11 +10,14 @@ import hashlib
 import itertools
 import os
 import re
-import shutil
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+
+from surgery import files
+from surgery.errors import SurgeryError
+from surgery.storage import scratch
 
 # Shards that streaming keeps: a layer that crosses from one shard to the next needs both.
 KEEP = 2
@@ -90,11 +93,17 @@ class Staging:
 
 
 def _claim(root: Path, name: str) -> tuple[Path, int]:
-    """Return the first of the folders name, name.1, name.2, … that is free, and the lock on it."""
+    """Return the first of the folders name, name.1, name.2, … that is free, and the lock on it.
+
+    One that surgery did not make is passed over.
+    """
     for n in itertools.count():
         folder = root / (f"{name}.{n}" if n else name)
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+        try:
+            scratch.claim(folder)
+            lock = files.open_lock(folder / ".lock")
+        except SurgeryError:
+            continue  # Somebody else's folder has this name.
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -105,5 +114,5 @@ def _claim(root: Path, name: str) -> tuple[Path, int]:
 
 
 def _remove(folder: Path, lock: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    scratch.remove(folder)
     os.close(lock)

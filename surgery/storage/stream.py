@@ -7,12 +7,12 @@ written one tensor at a time. A thread follows behind, which hashes and flushes 
 from __future__ import annotations
 
 import errno
-import io
 import os
 import queue
 import threading
 from pathlib import Path
 
+from surgery import files
 from surgery.checkpoint import Progress
 from surgery.checkpoint.plan import Shard
 from surgery.checkpoint.tensors import Extent, LazyTensor
@@ -36,8 +36,8 @@ def stream(shard: Shard, partial: Path, hashed: bool, progress: Progress) -> Dig
     """
     hasher = Hasher(planned(shard)) if hashed else None
     with (
-        partial.open("wb+", buffering=0) as f,
-        _Follower(partial, hasher) as follower,
+        os.fdopen(files.create(partial), "wb+", buffering=0) as f,
+        _Follower(f.fileno(), hasher) as follower,
         _Descriptors() as sources,
     ):
         position = 0
@@ -136,7 +136,7 @@ class _Descriptors:
 
     def open(self, path: Path) -> int:
         if path not in self._open:
-            self._open[path] = os.open(path, os.O_RDONLY)
+            self._open[path] = files.open_regular(path)
         return self._open[path]
 
 
@@ -148,8 +148,8 @@ class _Follower:
     fills the memory with dirty pages nor drives other programs' files out of the cache.
     """
 
-    def __init__(self, path: Path, hasher: Hasher | None) -> None:
-        self._path, self._hasher = path, hasher
+    def __init__(self, fd: int, hasher: Hasher | None) -> None:
+        self._fd, self._hasher = fd, hasher
         self._reached = queue.SimpleQueue[int | None]()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -171,25 +171,32 @@ class _Follower:
     def _run(self) -> None:
         try:
             flushed = hashed = 0
-            with self._path.open("rb+", buffering=0) as f:
-                while (end := self._reached.get()) is not None:
-                    if self._hasher:
-                        hashed = _hash_range(f, hashed, end, self._hasher)
-                    if end - flushed >= WINDOW:
-                        _flush(f.fileno(), flushed, end)
-                        flushed = end
+            while (end := self._reached.get()) is not None:
+                if self._hasher:
+                    hashed = _hash_range(self._fd, hashed, end, self._hasher)
+                if end - flushed >= WINDOW:
+                    _flush(self._fd, flushed, end)
+                    flushed = end
         except BaseException as e:  # It is raised again in the writer's thread.
             self._error = e
 
 
-def _hash_range(f: io.FileIO, position: int, end: int, hasher: Hasher) -> int:
+def _hash_range(fd: int, position: int, end: int, hasher: Hasher) -> int:
     buffer = memoryview(bytearray(4 << 20))
-    f.seek(position)
     while position < end:
-        n = f.readinto(buffer[: min(len(buffer), end - position)])
+        n = _read_at(fd, buffer[: min(len(buffer), end - position)], position)
         hasher.update(buffer[:n])
         position += n
     return position
+
+
+def _read_at(fd: int, buffer: memoryview, position: int) -> int:
+    """Fill the buffer from a position of a file that another thread appends to; return how much."""
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [buffer], position)
+    data = os.pread(fd, len(buffer), position)
+    buffer[: len(data)] = data
+    return len(data)
 
 
 def _flush(fd: int, start: int, end: int) -> None:

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from surgery import files
 from surgery.checkpoint.checkpoint import Checkpoint
 from surgery.checkpoint.compat import dump
 from surgery.checkpoint.plan import INDEX, Plan, Shard
@@ -114,10 +115,10 @@ def _begin(plan: Plan, out: Path, source: Checkpoint, hardlink: bool) -> None:
     check_space(plan, out, hardlink)
     out.mkdir(parents=True, exist_ok=True)
     if not (out / MARKER).exists():
-        _write_small(out / MARKER, dump({"fingerprint": plan.fingerprint}))
+        _write_small(out, MARKER, dump({"fingerprint": plan.fingerprint}))
     for name in plan.small:
         if name not in (INDEX, "config.json"):
-            _write_small(out / name, plan.small[name])
+            _write_small(out, name, plan.small[name])
 
 
 def _end(plan: Plan, out: Path, group: Group) -> None:
@@ -129,20 +130,20 @@ def _end(plan: Plan, out: Path, group: Group) -> None:
             )
     for name in (INDEX, "config.json"):
         if name in plan.small:
-            _write_small(out / name, plan.small[name])
+            _write_small(out, name, plan.small[name])
     _sync_folder(out)
 
 
-def add(out: Path, files: Mapping[str, bytes]) -> None:
+def add(out: Path, small: Mapping[str, bytes]) -> None:
     """Write small files into an output, each by name and content."""
-    for name, data in files.items():
-        _write_small(out / name, data)
+    for name, data in small.items():
+        _write_small(out, name, data)
 
 
-def finish(out: Path, record: dict[str, object], files: Mapping[str, bytes] | None = None) -> None:
-    """Write `files` and the record, surgery.json, and remove the mark of an unfinished output."""
-    add(out, files or {})
-    _write_small(out / RECORD, dump(record))
+def finish(out: Path, record: dict[str, object], small: Mapping[str, bytes] | None = None) -> None:
+    """Write `small` files and the record, surgery.json, and remove the mark of an unfinished output."""
+    add(out, small or {})
+    _write_small(out, RECORD, dump(record))
     (out / MARKER).unlink(missing_ok=True)
     _sync_folder(out)
 
@@ -159,6 +160,11 @@ def check_place(out: Path, source: Checkpoint) -> None:
                 f"the output {out} would be inside {what} {folder}",
                 "give another folder with --out",
             )
+    if out.is_symlink() and not out.exists():
+        raise SurgeryError(
+            f"the output {out} is a link to {out.readlink()}, which is not there",
+            "make that folder, or give another with --out",
+        )
     if out.exists() and not out.is_dir():
         raise SurgeryError(f"the output {out} is a file", "give a folder with --out")
 
@@ -188,7 +194,7 @@ def is_finished(plan: Plan, out: Path) -> bool:
     """Return whether `out` holds the finished output of exactly this plan."""
     if not all(_has(out / s.name, s.nbytes) for s in plan.shards):
         return False
-    if not all((out / name).is_file() for name in plan.small) or (out / MARKER).exists():
+    if not all(_is_there(out / name) for name in plan.small) or (out / MARKER).exists():
         return False
     return _fingerprint_of(out / RECORD) == plan.fingerprint
 
@@ -253,16 +259,10 @@ def _disk(folder: Path) -> int:
 # --- a file ---------------------------------------------------------------------------------------
 
 
-def _write_small(path: Path, data: bytes) -> None:
+def _write_small(out: Path, name: str, data: bytes) -> None:
     """Write a file that is either complete or absent, and on the disk when this returns."""
-    with _told(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = _partial(path)
-        with partial.open("wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        partial.replace(path)
+    with _told(out / name):
+        files.write(out, name, data)
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -284,11 +284,16 @@ def _told(path: Path) -> Iterator[None]:
 
 
 def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
+    return path.with_name(files.partial_name(path.name))
 
 
 def _has(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
+    return _is_there(path) and path.stat().st_size == size
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether there is a file, not a link to one: surgery makes no links."""
+    return path.is_file() and not path.is_symlink()
 
 
 def _appears(path: Path, size: int | None, group: Group) -> bool:
@@ -299,7 +304,7 @@ def _appears(path: Path, size: int | None, group: Group) -> bool:
     """
     until = time.monotonic() + (PATIENCE if group.size > 1 else 0.0)
     while True:
-        there = path.is_file() if size is None else _has(path, size)
+        there = _is_there(path) if size is None else _has(path, size)
         if there or time.monotonic() >= until:
             return there
         time.sleep(1)
@@ -326,7 +331,7 @@ def _write_shard(
     """
     partial, digest = _partial(out / shard.name), None
     with _told(out / shard.name):
-        partial.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)  # a link would be written through
         if hardlink and shard.verbatim and _link(shard.verbatim, partial):
             progress(shard.nbytes)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from surgery.storage import (
 from surgery.storage.lock import held
 from surgery.storage.processes import Group
 from surgery.storage.record import read_record
+from surgery.storage.scratch import remove
 from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.recipe import dump, recipe_of
 from surgery.workflow.record import make_record
@@ -134,7 +134,7 @@ def convert(
         return None
     with nullcontext() if already else held(out):
         written = None if already else _finished(run, _write(run))
-        shutil.rmtree(scratch(out), ignore_errors=True)
+        remove(scratch(out))
         fresh = [n for n, digest in written.digests.items() if digest] if written else ()
         found = verify_folder(source, out, trust_remote_code, observer, fresh) if verify else None
     return Result(

@@ -14,8 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from surgery import files
 from surgery.checkpoint import Checkpoint, Pending
 from surgery.errors import SurgeryError
+from surgery.storage import scratch
 from surgery.storage.processes import Group
 from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.recipe import apply_step
@@ -51,6 +53,7 @@ def settle(
 def _choose(pending: Pending, folder: Path | None, observer: Observer) -> dict[str, Any]:
     if folder is None:
         return pending.choose(lambda n: None)
+    scratch.claim(folder)
     prepare(pending.base, folder, observer)
     name = hashlib.sha256(pending.identity.encode()).hexdigest()[:16]
     kept = folder / f"choice-{name}.json"
@@ -59,8 +62,7 @@ def _choose(pending: Pending, folder: Path | None, observer: Observer) -> dict[s
         return found
     with observer.stage(pending.title, pending.total, "layer") as progress:
         choice = pending.choose(progress)
-    folder.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(choice), encoding="utf-8")
+    files.write(folder, kept.name, json.dumps(choice).encode(), sync=False)
     return choice
 
 
@@ -71,6 +73,7 @@ def prepare(output: Checkpoint, folder: Path, observer: Observer) -> None:
     """
     for step in output.steps:
         if step.work is not None:
+            scratch.claim(folder)
             require_space(folder, step.work.nbytes)
             title = f"{step.operation}: {step.work.title}"
             with observer.stage(title, step.work.total, "layer") as progress:

@@ -7,6 +7,7 @@ import json
 from surgery.blocks import custom_code
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError
+from surgery.files import JSON_LIMIT, content
 
 
 def require_trust(checkpoint: Checkpoint, trust_remote_code: bool) -> None:
@@ -22,12 +23,12 @@ def require_trust(checkpoint: Checkpoint, trust_remote_code: bool) -> None:
 
 
 def _is_ours(checkpoint: Checkpoint) -> bool:
-    code = {f.name: f.path().read_bytes() for f in checkpoint.files if f.name.endswith(".py")}
+    code = {f.name: content(f.path()) for f in checkpoint.files if f.name.endswith(".py")}
     configs = [dict(checkpoint.config)]
     for file in checkpoint.files:
         if file.name.endswith("_config.json"):
             try:
-                found = json.loads(file.path().read_bytes())
+                found = json.loads(content(file.path(), JSON_LIMIT))
             except ValueError:
                 return False
             configs += [found] if isinstance(found, dict) else []
