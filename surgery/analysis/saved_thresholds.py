@@ -21,6 +21,7 @@ from surgery.blocks.rules import RULES
 from surgery.calibration.collectors import Distribution, edges
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError, UsageError
+from surgery.files import content
 
 # Takes the distributions of a layer, the sparsity and the activation; returns a threshold.
 Quantile = Callable[[Mapping[str, Distribution], float, str], float]
@@ -75,7 +76,7 @@ def _mlp_of(report: Mapping[str, Any], index: int) -> Mapping[str, Any]:
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     hint = f"run surgery analyze MODEL --out {folder}"
     try:
-        report = json.loads((folder / "analysis.json").read_bytes())
+        report = json.loads(content(folder / "analysis.json"))
         tensors = load_file(folder / "analysis.safetensors")
     except (OSError, ValueError, SafetensorError) as e:
         raise SurgeryError(f"no analysis in {folder}: {e}", hint) from None

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from surgery.files import JSON_LIMIT, content
 from surgery.proof import verdict
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -51,7 +52,7 @@ def load(name: str, *, trust: bool = False, text: bool = True) -> str:
 
 def needs_trust(folder: Path) -> bool:
     """Whether loading the output runs code that is saved with it."""
-    return "auto_map" in json.loads((folder / "config.json").read_bytes())
+    return "auto_map" in json.loads(content(folder / "config.json", JSON_LIMIT))
 
 
 def has_zeros(record: Mapping[str, Any]) -> bool:

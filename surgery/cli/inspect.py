@@ -113,8 +113,9 @@ def show(report: RenderableType) -> None:
 def _weigh(model: str, revision: str | None) -> tuple[Weights, str]:
     """Return the weights, and what to call the model."""
     from surgery.analysis.weigh import shapes_of, weigh
+    from surgery.files import expanded
 
-    if config_file := _bare_config(Path(model)):
+    if config_file := _bare_config(expanded(model)):
         config = _read(config_file)
         own = config_file.stem
         folder = config_file.resolve().parent.name
@@ -130,10 +131,15 @@ def _weigh(model: str, revision: str | None) -> tuple[Weights, str]:
 
 def _bare_config(path: Path) -> Path | None:
     """Return the path of config.json if there are no weights beside it."""
+    from surgery.files import require_within
+    from surgery.storage.local import places
+
     if path.suffix == ".json":
         return path
     inside = path / "config.json"
-    return inside if inside.is_file() and not any(any(path.glob(p)) for p in WEIGHTS) else None
+    if not inside.is_file() or any(any(path.glob(p)) for p in WEIGHTS):
+        return None
+    return require_within(inside, places(path))
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -142,13 +148,14 @@ def _read(path: Path) -> Mapping[str, Any]:
 
     from surgery.checkpoint.config import check
     from surgery.errors import SurgeryError
+    from surgery.files import JSON_LIMIT, content
 
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(content(path, JSON_LIMIT))
     except FileNotFoundError as error:
         hint = "give a folder, a Hub id or a config.json"
         raise SurgeryError(f"{path} does not exist", hint) from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         hint = "give the model's config.json"
         raise SurgeryError(f"{path} is not JSON: {error}", hint) from error
     if not isinstance(config, dict) or "model_type" not in config:

@@ -114,7 +114,7 @@ def _open_cached(repo: str, revision: str | None) -> Store:
         config = hf_hub_download(repo, "config.json", revision=revision, local_files_only=True)
     path = Path(config).parent
     store = open_folder(path, location=repo, revision=path.name)
-    return Store(repo, path.name, _cache_folder(), store.files)
+    return Store(repo, path.name, _cache_folder(), store.files, path)
 
 
 def _blob(sibling: Any) -> str:

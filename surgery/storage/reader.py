@@ -13,6 +13,8 @@ from surgery.checkpoint.config import check
 from surgery.checkpoint.header import read_header
 from surgery.checkpoint.tensors import LazyTensor
 from surgery.errors import SurgeryError
+from surgery.files import JSON_LIMIT, SIDE_LIMIT, content, require_size
+from surgery.storage.local import LocalFile
 from surgery.storage.location import open_store
 from surgery.storage.pickled import read_legacy
 from surgery.storage.store import File, Store
@@ -67,11 +69,11 @@ def open_checkpoint(
     return Checkpoint(
         config=config,
         tensors=tensors,
-        files=tuple(f for name, f in store.files.items() if _is_side_file(name)),
+        files=tuple(_whole(f, store) for name, f in store.files.items() if _is_side_file(name)),
         source=Source(location=store.location, revision=store.revision, folder=folder),
         shards=shards,
         custom_code=bool(config.get("auto_map")),
-        card=store.files.get("README.md"),
+        card=_whole(store.files["README.md"], store) if "README.md" in store.files else None,
     )
 
 
@@ -82,6 +84,18 @@ def _is_side_file(name: str) -> bool:
     stay behind.
     """
     return any(fnmatch(name, p) and name.count("/") == p.count("/") for p in SIDE_FILES)
+
+
+def _whole(file: File, store: Store, limit: int = SIDE_LIMIT) -> File:
+    """Return a file that is going to be read as a whole.
+
+    Raises SurgeryError where it is too large, and where it is on this disk and is no regular file
+    of the checkpoint's own: an output is published, so nothing else may get into it.
+    """
+    if isinstance(file, LocalFile) and store.root is not None:
+        file = file.enclosed(store.root)
+    require_size(f"{file.name} of {store.location}", file.size, limit)
+    return file
 
 
 def read_config(store: Store) -> dict[str, Any]:
@@ -101,7 +115,7 @@ def read_json(file: File, store: Store) -> dict[str, Any]:
     """Return the JSON object in a file of the checkpoint. Raises SurgeryError if it is not one."""
     where = f"{file.name} of {store.location}"
     try:
-        value = json.loads(file.path().read_bytes())
+        value = json.loads(content(_whole(file, store, JSON_LIMIT).path(), JSON_LIMIT))
         # Half a surrogate pair can be read, but it could not be written.
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
@@ -123,6 +137,8 @@ def _read_tensors(store: Store) -> tuple[dict[str, LazyTensor], dict[str, File]]
         tensors: dict[str, LazyTensor] = {}
         shards: dict[str, File] = {}
         for file, expected in files:
+            if isinstance(file, LocalFile):
+                file.path()  # Weights may be links to anywhere, but to a file.
             found = read_header(file, file.read) if safe else read_legacy(file)
             _merge(tensors, found, file, expected)
             shards |= dict.fromkeys(found, file) if safe else {}

@@ -12,6 +12,7 @@ from typing import Any
 
 from surgery.checkpoint.schema import Schema, violations
 from surgery.errors import SurgeryError
+from surgery.files import JSON_LIMIT, expanded, read
 
 RECORD = "surgery.json"
 _TEXT, _NUMBER, _OBJECT = {"type": "string"}, {"type": ["integer", "null"]}, {"type": "object"}
@@ -74,8 +75,8 @@ def read_record(folder: Path) -> dict[str, Any]:
     """
     path = folder / RECORD
     try:
-        record = json.loads(path.read_bytes())
-    except FileNotFoundError:
+        record = json.loads(read(folder, RECORD, JSON_LIMIT))
+    except (FileNotFoundError, NotADirectoryError):
         raise SurgeryError(
             f"no {RECORD} in {folder}", "give a folder that surgery wrote and finished"
         ) from None
@@ -104,7 +105,7 @@ def seen_from(folder: Path | None, location: str) -> str:
     Outputs are published, so they name no folder of this disk beyond those around them: what is
     more than two levels up is named as if it were beside the output.
     """
-    path = Path(location).expanduser()
+    path = expanded(location)
     if not path.exists() and not location.startswith(("/", ".", "~")):
         return location
     path = path.resolve()

@@ -26,9 +26,11 @@ class Store:
         revision: the commit that a Hub id was pinned to.
         folder: the folder that no output may touch: the checkpoint's own, or the Hub cache.
         files: the files by name, relative to the checkpoint.
+        root: the folder that the files are in, where they are on this disk.
     """
 
     location: str
     revision: str | None
     folder: Path | None
     files: dict[str, File]
+    root: Path | None = None

@@ -202,8 +202,8 @@ def is_finished(plan: Plan, out: Path) -> bool:
 def _fingerprint_of(file: Path) -> str | None:
     """Return the fingerprint in a marker or a record, or None where there is none."""
     try:
-        return str(json.loads(file.read_bytes())["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(files.read(file.parent, file.name))["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError, SurgeryError):
         return None
 
 

@@ -234,18 +234,19 @@ def test_a_source_of_links_is_read_and_never_written(tmp_path: Path) -> None:
     Even where a file of the output is a hard link to a blob, the next conversion into that folder
     replaces the link and leaves the blob alone.
     """
-    write_llama(tmp_path / "m", shards=3, **SIZES)
-    blobs = tmp_path / "blobs"
+    repository = tmp_path / "models--tiny--llama"
+    model, blobs = repository / "snapshots" / "0123", repository / "blobs"
+    write_llama(model, shards=3, **SIZES)
     blobs.mkdir()
-    for path in (tmp_path / "m").iterdir():
+    for path in model.iterdir():
         path.rename(blobs / path.name)
-        path.symlink_to(Path("../blobs") / path.name)
+        path.symlink_to(Path("../../blobs") / path.name)
 
     def state() -> dict[Path, tuple[int, int]]:
         return {p: (p.stat().st_mtime_ns, p.stat().st_mode) for p in blobs.iterdir()}
 
     before, modes = files_of(blobs), state()
-    source = open_checkpoint(tmp_path / "m")
+    source = open_checkpoint(model)
     output, linked = relufy(source, repair="none"), tmp_path / "linked"
     for out in (tmp_path / "out", linked):
         convert_alone(source, output, out, verify=False, hardlink=out == linked)
@@ -254,7 +255,7 @@ def test_a_source_of_links_is_read_and_never_written(tmp_path: Path) -> None:
     (linked / "model-00001-of-00003.safetensors").unlink()
     convert_alone(source, output, linked, verify=False)
     assert files_of(blobs) == before and state() == modes
-    assert all(p.is_symlink() for p in (tmp_path / "m").iterdir())
+    assert all(p.is_symlink() for p in model.iterdir())
 
 
 def test_a_shard_is_on_the_disk_before_it_has_its_name(
