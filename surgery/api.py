@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surgery.checkpoint import Checkpoint, parse_size
+from surgery.errors import UsageError
+from surgery.files import expanded, is_url
 from surgery.operations.carve import carve
 from surgery.operations.cast import cast
 from surgery.operations.memory import memory
@@ -104,7 +106,7 @@ def analyze(
         tokens=tokens,
         sequence_length=sequence_length,
         split="calibration",
-        file=None if text is None else Path(text),
+        file=None if text is None else expanded(text),
     )
     return analysis.analyze(checkpoint, sample, dtype=choose_dtype(dtype, place), device=place)
 
@@ -137,7 +139,7 @@ def write(
     result = convert_alone(
         checkpoint,
         checkpoint,
-        Path(out),
+        _folder(out),
         max_shard_size=size,
         hardlink=hardlink,
         verify=False,
@@ -160,4 +162,13 @@ def verify(source: Checkpoint, out: str | Path, *, trust_remote_code: bool = Fal
         >>> surgery.verify(surgery.open("Qwen/Qwen3-8B"), "Qwen3-8B-moe").passed
         True
     """
-    return verify_folder(source, Path(out), trust_remote_code)
+    return verify_folder(source, _folder(out), trust_remote_code)
+
+
+def _folder(out: str | Path) -> Path:
+    """Return the folder that an output is in. Raises UsageError for a URL."""
+    if is_url(str(out)):
+        raise UsageError(
+            f"{out} is a URL", "write to a folder on this disk; `surgery … --out URL` sends it"
+        )
+    return expanded(out)

@@ -18,6 +18,7 @@ from surgery.errors import SurgeryError
 
 SIDE_LIMIT = 256_000_000  # bytes of a file that is copied beside the weights
 JSON_LIMIT = 64_000_000  # bytes of a file that is parsed
+_LOCAL = ("file", "local")  # schemes of URLs that are paths
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -30,13 +31,20 @@ _KINDS = (
 )
 
 
-def expanded(path: str | Path) -> Path:
-    """Return the path with a leading `~` or `~user` replaced by that home folder."""
+def is_url(location: str | Path) -> bool:
+    """Return whether a location is elsewhere; file:// and local:// mean a path on this disk."""
+    scheme, found, _ = str(location).partition("://")
+    return bool(found) and scheme.lower() not in _LOCAL
+
+
+def expanded(location: str | Path) -> Path:
+    """Return the path that a location means, without file:// and with `~` as the home folder."""
+    scheme, _, rest = str(location).partition("://")
     try:
-        return Path(path).expanduser()
+        return Path(rest if scheme.lower() in _LOCAL and rest else location).expanduser()
     except RuntimeError:
         raise SurgeryError(
-            f"{path} begins with a home folder that is not known", "give the whole path"
+            f"{location} begins with a home folder that is not known", "give the whole path"
         ) from None
 
 

@@ -21,7 +21,7 @@ from surgery.blocks.rules import RULES
 from surgery.calibration.collectors import Distribution, edges
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError, UsageError
-from surgery.files import content
+from surgery.files import content, expanded
 
 # Takes the distributions of a layer, the sparsity and the activation; returns a threshold.
 Quantile = Callable[[Mapping[str, Distribution], float, str], float]
@@ -44,7 +44,7 @@ def thresholds(
             f"the rule {rule} has no threshold that an analysis could give",
             f"use --analysis with one of {', '.join(served)}",
         )
-    report, tensors = _read(folder)
+    report, tensors = _read(expanded(folder))
     if report.get("fingerprint") != fingerprint(checkpoint):
         raise SurgeryError(
             f"{folder} is the analysis of another model than {checkpoint.source.location}",

@@ -7,10 +7,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.errors import UsageError
+from surgery.files import expanded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,14 +68,14 @@ class Calibration:
     def identity(self) -> str:
         """Changes when the token ids may: a file by its content, a data set by its name."""
         content = b""
-        if self.text and (path := Path(self.text)).is_file():
+        if self.text and (path := expanded(self.text)).is_file():
             content = path.read_bytes()
         return f"{asdict(self)} {hashlib.sha256(content).hexdigest()}"
 
     def sample(self, checkpoint: Checkpoint) -> Sample:
         from surgery.calibration.data import sample_ids
 
-        text = None if self.text is None else Path(self.text)
+        text = None if self.text is None else expanded(self.text)
         written = round(self.generated * max(1, self.tokens // self.sequence_length))
         sample = sample_ids(
             checkpoint,

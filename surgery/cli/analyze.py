@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from surgery.cli.paths import LOCATION, UserPath
 from surgery.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,16 +42,16 @@ class Run:
 
 
 @click.command("analyze")
-@click.argument("model", default=".")
+@click.argument("model", type=LOCATION, default=".")
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=UserPath(file_okay=False),
     metavar="DIR",
     help="Write analysis.json, analysis.safetensors, report.html and its figures to this folder.",
 )
 @click.option(
     "--text",
-    type=click.Path(path_type=Path),
+    type=UserPath(),
     metavar="PATH",
     help="Text to measure on: a file, a .jsonl or a folder. [default: built-in text]",
 )

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from surgery.cli.paths import LOCATION
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command("bench")
-@click.argument("model", default=".")
+@click.argument("model", type=LOCATION, default=".")
 @click.option(
     "--tokens",
     default=2048,

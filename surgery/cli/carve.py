@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from surgery.cli.options import CommonOptions, calibrated, converting, execute, parse_rank
+from surgery.cli.paths import UserPath
 from surgery.cli.presets import preset, quality
 from surgery.errors import UsageError
 from surgery.operations.carve import ALLOCATIONS, METHODS, ROUTERS, carve
@@ -81,7 +82,7 @@ from surgery.operations.carve import ALLOCATIONS, METHODS, ROUTERS, carve
 )
 @click.option(
     "--plot",
-    type=click.Path(path_type=Path),
+    type=UserPath(),
     metavar="FILE",
     help="With --sweep: draw it to a .png, .svg or .pdf.",
 )

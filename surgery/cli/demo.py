@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from surgery.cli.paths import UserPath
+
 if TYPE_CHECKING:
     from surgery.cli.screen import Bars
     from surgery.workflow.convert import Result
@@ -18,7 +20,7 @@ RECIPES = {"upcycled": "demo-upcycle", "relufied": "demo-relufy"}
 @click.command("demo")
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=UserPath(),
     default="surgery-demo",
     show_default=True,
     help="Output folder.",

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import click
 
+from surgery.cli.paths import UserPath
+
 
 @click.command("finetune-script")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path), default=".")
+@click.argument("folder", metavar="DIR", type=UserPath(), default=".")
 @click.option("--dry-run", is_flag=True, help="Print the files and their sizes. Write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing.")

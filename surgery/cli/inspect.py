@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from surgery.cli.paths import UserPath
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -52,7 +54,7 @@ PIPED = 120  # columns
 @click.option(
     "--plot",
     "plot_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=UserPath(dir_okay=False),
     metavar="FILE",
     help="Draw the shares and the roofline to a .png, .svg or .pdf file.",
 )

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from surgery.cli.paths import LOCATION
+from surgery.files import is_url
+
 if TYPE_CHECKING:
     from surgery.checkpoint import Checkpoint
     from surgery.cli.screen import Bars
@@ -23,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Decorator = Callable[[Any], Any]
 
 _CONVERTING: dict[str, Decorator] = {
-    "model": click.argument("model", default="."),
+    "model": click.argument("model", type=LOCATION, default="."),
     "revision": click.option("--revision", help="Branch, tag or commit of a Hub id."),
     "dtype": click.option(
         "--dtype",
@@ -38,6 +41,7 @@ _CONVERTING: dict[str, Decorator] = {
 _WRITING: dict[str, Decorator] = {
     "out": click.option(
         "--out",
+        type=LOCATION,
         metavar="FOLDER",
         help="Output folder, or a URL like s3://bucket/name. "
         "[default: beside MODEL, named after the conversion]",
@@ -85,6 +89,7 @@ _CALIBRATED: dict[str, Decorator] = {
     ),
     "text": click.option(
         "--text",
+        type=LOCATION,
         metavar="PATH",
         help="Text to calibrate on: a file, a .jsonl or a folder. [default: built-in, mixed]",
     ),
@@ -154,7 +159,7 @@ class CommonOptions:
     @property
     def url(self) -> str | None:
         """Where the output goes, if not to a folder on this disk."""
-        return self.out if self.out and "://" in self.out else None
+        return self.out if self.out and is_url(self.out) else None
 
 
 # --- decorators of commands -----------------------------------------------------------------------
@@ -324,6 +329,7 @@ def _convert(
 def _check_delivery(common: CommonOptions) -> None:
     """Raise an error before hours of work if the output could not be delivered."""
     from surgery.errors import UsageError
+    from surgery.storage.remote import require_known
 
     if (common.private or common.pr) and not common.push:
         raise UsageError("--private and --pr are of a push", "add --push OWNER/NAME")
@@ -331,6 +337,8 @@ def _check_delivery(common: CommonOptions) -> None:
         raise UsageError(
             "--push with --no-verify", "only what is proved is published: leave one of them out"
         )
+    if common.url:
+        require_known(common.url)
     if common.push and common.url:
         raise UsageError("both --push and a URL", "push from a folder on this disk")
     if common.push and not (common.dry_run or common.print_recipe):

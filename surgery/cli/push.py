@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from surgery.cli.paths import UserPath
+
 if TYPE_CHECKING:
     from surgery.workflow.publish import Pushed
 
 
 @click.command("push")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=UserPath())
 @click.argument("repo")
 @click.option("--private", is_flag=True, help="Create a private repository.")
 @click.option("--pr", is_flag=True, help="Leave a pull request open instead of merging it.")

@@ -8,10 +8,11 @@ from typing import Any
 import click
 
 from surgery.cli.options import CommonOptions, execute, writing
+from surgery.cli.paths import LOCATION
 
 
 @click.command("run")
-@click.argument("name", metavar="RECIPE")
+@click.argument("name", type=LOCATION, metavar="RECIPE")
 @click.option(
     "--set", "changes", multiple=True, metavar="KEY=VALUE", help="Change the recipe; repeat it."
 )
@@ -76,7 +77,7 @@ def recipes_command(context: click.Context, as_json: bool) -> None:
 
 
 @recipes_command.command("show")
-@click.argument("name")
+@click.argument("name", type=LOCATION)
 def show(name: str) -> None:
     """Print the recipe NAME, to begin one's own with."""
     from surgery.workflow import recipe

@@ -10,6 +10,7 @@ import click
 
 from surgery.blocks.rules import ACTIVATIONS
 from surgery.cli.options import CommonOptions, calibrated, converting, execute, parse_rank
+from surgery.cli.paths import UserPath
 from surgery.cli.presets import preset, quality
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--analysis",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=UserPath(file_okay=False),
     metavar="DIR",
     help="Take thresholds for --sparsity from what `surgery analyze --out DIR` measured. "
     "With --repair none, no text is run.",

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from surgery.cli.options import CommonOptions, calibrated, converting, execute
+from surgery.cli.paths import LOCATION
 from surgery.errors import UsageError
 
 
@@ -61,6 +62,7 @@ from surgery.errors import UsageError
 @click.option(
     "--expert",
     "models",
+    type=LOCATION,
     multiple=True,
     metavar="MODEL",
     help="Take experts from this model; repeat it.",
@@ -88,6 +90,7 @@ from surgery.errors import UsageError
 @click.option(
     "--expert-text",
     "texts",
+    type=LOCATION,
     multiple=True,
     metavar="FILE",
     help="With class-means: text for the expert at the same position; repeat it.",

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import click
 
+from surgery.cli.paths import LOCATION, UserPath
+
 
 @click.command("verify")
-@click.argument("source")
-@click.argument("output", type=click.Path(path_type=Path))
+@click.argument("source", type=LOCATION)
+@click.argument("output", type=UserPath())
 @click.option("--revision", help="Branch, tag or commit of SOURCE on the Hub.")
 @click.option(
     "--trust-remote-code", is_flag=True, help="Let code that comes with the checkpoints run."

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from surgery.errors import SurgeryError, UsageError
+from surgery.files import expanded, is_url
 from surgery.storage.hub import open_hub
 from surgery.storage.local import open_folder
-from surgery.storage.remote import is_url, list_files
+from surgery.storage.remote import chained, list_files
 from surgery.storage.staging import KEEP, Staging
 from surgery.storage.store import Store
 
@@ -26,12 +25,14 @@ def open_store(location: str, revision: str | None = None, stream: bool = False)
     if is_url(location):
         _refuse_revision(location, "a URL", revision)
         return _open_url(location, stream)
-    path = Path(location).expanduser()
+    path = expanded(location)
     if path.is_dir():
         _refuse_revision(location, "a folder", revision)
         return open_folder(path)
     if path.is_file():
         return open_folder(path.parent, location=str(path), only=path.name)
+    if "::" in location:
+        raise chained(location)
     repo, _, tail = location.partition("@")
     weights = path.suffix in (".safetensors", ".bin", ".gguf")
     if location.startswith((".", "/", "~")) or repo.count("/") > 1 or weights:

@@ -1,4 +1,4 @@
-"""Checkpoints at a URL that fsspec knows: s3://, gs://, abfs://, sftp://, memory://, …
+"""Checkpoints at a URL of one of PROTOCOLS: s3://, gs://, abfs://, sftp://, … (by fsspec).
 
 Headers are read by range requests, and the files that are converted are downloaded one by one. An
 output is uploaded when it is finished, with config.json near the end.
@@ -20,6 +20,11 @@ from surgery.storage.staging import Staging
 MARKER, RECORD = "surgery.partial.json", "surgery.json"
 # The files that make a folder a model are uploaded last, in this order.
 LAST = ("model.safetensors.index.json", "config.json", RECORD)
+# Of what fsspec knows, the protocols that only transfer bytes from one place.
+PROTOCOLS = (
+    "s3", "gs", "gcs", "az", "abfs", "hf", "https", "http", "sftp", "memory",
+)  # fmt: skip
+_ALLOWED = f"give a folder, a Hub id, or a URL with {', '.join(p + '://' for p in PROTOCOLS[:-1])}"
 # Where the file systems of fsspec say that a file has changed.
 STAMPS = (
     "ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created",
@@ -60,8 +65,22 @@ class RemoteFile:
             return bytes(system.cat_file(path, start=start, end=stop))
 
 
-def is_url(location: str) -> bool:
-    return "://" in location
+def require_known(url: str) -> None:
+    """Raise SurgeryError unless a URL has one of PROTOCOLS, and nothing but a place behind it.
+
+    fsspec knows protocols that open other URLs, by `::` or by what a file says, and some run code
+    that they find there.
+    """
+    if "::" in url:
+        raise chained(url)
+    scheme = url.partition("://")[0]
+    if scheme not in PROTOCOLS:
+        raise SurgeryError(f"{scheme}:// is not supported: {url}", _ALLOWED)
+
+
+def chained(location: str) -> SurgeryError:
+    """Return the error for a location that names one inside another."""
+    return SurgeryError(f"{location} is a chain of locations, which is not supported", _ALLOWED)
 
 
 def list_files(url: str, staging: Staging) -> dict[str, RemoteFile]:
@@ -149,6 +168,7 @@ def _open(url: str) -> tuple[Any, str]:
     """Return the file system of a URL, and the path on it."""
     import fsspec
 
+    require_known(url)
     system, path = fsspec.core.url_to_fs(url)
     return system, str(path).rstrip("/")
 
@@ -168,10 +188,7 @@ def _errors(url: str) -> Iterator[None]:
     except ValueError as e:
         if "Protocol not known" not in str(e):
             raise
-        raise SurgeryError(
-            f"{scheme}:// is not a protocol that fsspec knows",
-            "give a folder, a Hub id, or a URL like s3://bucket/name",
-        ) from e
+        raise SurgeryError(f"{scheme}:// is not known to this fsspec: {e}", _ALLOWED) from e
     except OSError as e:
         reason = str(e).partition("\n")[0] or type(e).__name__
         raise SurgeryError(

@@ -28,6 +28,7 @@ from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, schema
 from surgery.demo import DEMO, MODEL
 from surgery.errors import SurgeryError, UsageError
+from surgery.files import expanded
 from surgery.storage import open_checkpoint
 from surgery.storage.record import seen_from
 from surgery.workflow import recipe_text
@@ -93,7 +94,7 @@ def shipped() -> dict[str, str]:
 
 def read(name: str | Path) -> str:
     """Return the text of a recipe: a file, or a shipped one by its name."""
-    path = Path(name)
+    path = expanded(name)
     if not path.is_file() and path.name == str(name):
         path = folder() / f"{name}.yaml"
     try:
@@ -115,7 +116,7 @@ def load(name: str | Path, changes: Sequence[str] = ()) -> Recipe:
 
     Raises SurgeryError with the line of what is not understood.
     """
-    found, path = parse(read(name), str(name), changes), Path(name)
+    found, path = parse(read(name), str(name), changes), expanded(name)
     return _placed(found, path.parent, changes) if path.is_file() else found
 
 
@@ -311,7 +312,7 @@ def _with_paths(entry: dict[str, Any], place: Callable[[str], str]) -> dict[str,
 
 def _absolute(location: str) -> str:
     """Return a path that exists as an absolute one, anything else as it is."""
-    path = Path(location).expanduser()
+    path = expanded(location)
     return str(path.resolve()) if path.exists() else location
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from surgery import __version__, operations
 from surgery.checkpoint import Checkpoint, Plan, Source, Step
 from surgery.demo import DEMO, MODEL
+from surgery.files import expanded
 from surgery.storage.digest import Digest
 from surgery.storage.record import seen_from
 
@@ -27,7 +28,7 @@ def suffix(checkpoint: Checkpoint) -> str:
 
 def default_out(checkpoint: Checkpoint, suffix: str) -> Path:
     """Return NAME-SUFFIX: beside a source on this disk, in this folder for any other."""
-    location = Path(checkpoint.source.location).expanduser()
+    location = expanded(checkpoint.source.location)
     if location.resolve() == MODEL.resolve():
         return Path(f"demo-{suffix}")
     if checkpoint.source.revision is None and location.exists():
@@ -73,7 +74,7 @@ def make_record(
 def _place(source: Source, folder: Path | None) -> str:
     if source.revision:
         return source.location
-    embedded = Path(source.location).expanduser().resolve() == MODEL.resolve()
+    embedded = expanded(source.location).resolve() == MODEL.resolve()
     return DEMO if embedded else seen_from(folder, source.location)
 
 

@@ -139,7 +139,7 @@ def test_an_interrupted_delivery_goes_on(
     [
         ("memory://bucket/absent", "no files at memory://bucket/absent"),
         ("gs://bucket/model", "gs:// needs a package: "),
-        ("nothing://bucket/model", "nothing:// is not a protocol that fsspec knows"),
+        ("nothing://bucket/model", "nothing:// is not supported"),
         ("memory://bucket/text", "no config.json in memory://bucket/text"),
     ],
 )
