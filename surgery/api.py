@@ -146,13 +146,21 @@ def write(
     return result.folder
 
 
-def verify(source: Checkpoint, out: str | Path, *, trust_remote_code: bool = False) -> Verification:
+def verify(
+    source: Checkpoint,
+    out: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    allow_nonfinite: bool = False,
+) -> Verification:
     """Prove the output in the folder `out` against the source it was made from.
 
     The result also goes into its surgery.json.
 
     Args:
         trust_remote_code: let code that comes with the checkpoints run.
+        allow_nonfinite: let a source pass whose logits are NaN or Inf, although nothing can be
+            compared with it.
 
     Raises SurgeryError for a folder that surgery did not write.
 
@@ -160,4 +168,4 @@ def verify(source: Checkpoint, out: str | Path, *, trust_remote_code: bool = Fal
         >>> surgery.verify(surgery.open("Qwen/Qwen3-8B"), "Qwen3-8B-moe").passed
         True
     """
-    return verify_folder(source, Path(out), trust_remote_code)
+    return verify_folder(source, Path(out), trust_remote_code, allow_nonfinite=allow_nonfinite)

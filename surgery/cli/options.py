@@ -43,6 +43,12 @@ _WRITING: dict[str, Decorator] = {
         "[default: beside MODEL, named after the conversion]",
     ),
     "no_verify": click.option("--no-verify", is_flag=True, help="Leave out the verification."),
+    "allow_nonfinite": click.option(
+        "--allow-nonfinite",
+        is_flag=True,
+        help="Let a source pass whose logits are NaN or Inf: nothing can be compared with it, and "
+        "the card says so.",
+    ),
     "push": click.option(
         "--push",
         metavar="REPO",
@@ -128,6 +134,7 @@ class CommonOptions:
     max_shard_size: str | None
     out: str | None
     no_verify: bool
+    allow_nonfinite: bool
     push: str | None
     private: bool
     pr: bool
@@ -311,6 +318,7 @@ def _convert(
         max_shard_size=common.shard_bytes,
         hardlink=hardlink,
         verify=not common.no_verify,
+        allow_nonfinite=common.allow_nonfinite,
         finetune=common.finetune,
         trust_remote_code=common.trust_remote_code,
         command=command_line(),

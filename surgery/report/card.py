@@ -109,6 +109,7 @@ def render(
         ignored=verdict.ignored_fields(verification),
         sample=(verification or {}).get("sample") or {},
         texts=len(verdict.changes(verification)),
+        compared=verdict.compared(verification),
         trust=output.custom_code,
         finetune=(folder / "finetune").is_dir(),
         limits=methods.limits(names),
@@ -136,6 +137,10 @@ def _cost(record: Mapping[str, Any]) -> str:
     if not verification:
         claim = "should compute" if record["exact"] else "does not compute"
         return f"It {claim} what its source does; that was not verified."
+    if not verdict.compared(verification):
+        claim = "should compute" if record["exact"] else "does not compute"
+        why = "the source's logits are NaN or Inf, so that nothing could be compared"
+        return f"It {claim} what its source does; that was not checked: {why}."
     if record["exact"]:
         return f"It computes what its source does. {verdict.headline(verification)}."
     found = verdict.changes(verification)

@@ -88,6 +88,7 @@ def convert(
     max_shard_size: int | None = None,
     hardlink: bool = False,
     verify: bool = True,
+    allow_nonfinite: bool = False,
     finetune: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     command: str = "",
@@ -105,6 +106,7 @@ def convert(
     4. The first process records the output and verifies it.
 
     Args:
+        allow_nonfinite: let a source pass whose logits are NaN or Inf, so that nothing is compared.
         finetune: options that the script in finetune/ is to have by itself.
 
     Raises SurgeryError before the first byte for anything that can be known then.
@@ -136,7 +138,11 @@ def convert(
         written = None if already else _finished(run, _write(run))
         shutil.rmtree(scratch(out), ignore_errors=True)
         fresh = [n for n, digest in written.digests.items() if digest] if written else ()
-        found = verify_folder(source, out, trust_remote_code, observer, fresh) if verify else None
+        found = (
+            verify_folder(source, out, trust_remote_code, observer, fresh, allow_nonfinite)
+            if verify
+            else None
+        )
     return Result(
         folder=out,
         record=read_record(out),

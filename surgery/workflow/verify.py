@@ -29,6 +29,7 @@ def verify_folder(
     trust_remote_code: bool = False,
     observer: Observer | None = None,
     fresh: Iterable[str] = (),
+    allow_nonfinite: bool = False,
 ) -> Verification:
     """Verify the output in `folder` against its source; write the result into its surgery.json.
 
@@ -36,7 +37,8 @@ def verify_folder(
     2. Names and shapes, then parity or quality, then the operations' own checks.
     3. The record and the card are written.
 
-    `fresh` are shards that were hashed while this very run wrote them.
+    `fresh` are shards that were hashed while this very run wrote them. With `allow_nonfinite` a
+    source whose logits are NaN or Inf passes, although nothing can be compared with it.
     """
     observer = observer or Silent()
     record = read_record(folder)
@@ -50,7 +52,7 @@ def verify_folder(
         output = open_checkpoint(folder)
         require_trust(output, trust_remote_code)
         with observer.stage("verifying", 0, "layer") as progress:
-            verification = _verified(source, output, record, rows, progress)
+            verification = _verified(source, output, record, rows, allow_nonfinite, progress)
     for name, digest in digests.items():
         record["shards"][name] |= digest
     record["verification"] = verification.as_dict()
@@ -63,6 +65,7 @@ def _verified(
     output: Checkpoint,
     record: Mapping[str, Any],
     rows: list[Row],
+    allow_nonfinite: bool,
     progress: Any,
 ) -> Verification:
     from surgery.proof.verification import verify
@@ -76,6 +79,7 @@ def _verified(
         beside=_beside(source, output, steps),
         checks=[check for operation, p in steps for check in operation.checks(p)],
         first=rows,
+        allow_nonfinite=allow_nonfinite,
         progress=progress,
     )
 
