@@ -45,7 +45,7 @@ _PYTHON: dict[str, tuple[type, ...]] = {
 # Layer numbers as text, such as "0-7,12".
 _LAYERS = {
     "type": "string",
-    "pattern": r"^\s*\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*\s*$",
+    "pattern": r"^\s*[0-9]+(\s*-\s*[0-9]+)?(\s*,\s*[0-9]+(\s*-\s*[0-9]+)?)*\s*$",
 }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.config import parse_config
 from surgery.proof import verdict
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -51,7 +52,8 @@ def load(name: str, *, trust: bool = False, text: bool = True) -> str:
 
 def needs_trust(folder: Path) -> bool:
     """Whether loading the output runs code that is saved with it."""
-    return "auto_map" in json.loads((folder / "config.json").read_bytes())
+    path = folder / "config.json"
+    return "auto_map" in parse_config(path.read_bytes(), str(path))
 
 
 def has_zeros(record: Mapping[str, Any]) -> bool:

@@ -138,20 +138,15 @@ def _bare_config(path: Path) -> Path | None:
 
 def _read(path: Path) -> Mapping[str, Any]:
     """Return a config.json, checked."""
-    import json
-
-    from surgery.checkpoint.config import check
+    from surgery.checkpoint.config import parse_config
     from surgery.errors import SurgeryError
 
     try:
-        config = json.loads(path.read_text())
+        found = parse_config(path.read_bytes(), str(path))
     except FileNotFoundError as error:
         hint = "give a folder, a Hub id or a config.json"
         raise SurgeryError(f"{path} does not exist", hint) from error
-    except json.JSONDecodeError as error:
-        hint = "give the model's config.json"
-        raise SurgeryError(f"{path} is not JSON: {error}", hint) from error
-    if not isinstance(config, dict) or "model_type" not in config:
+    if "model_type" not in found:
         hint = "give the config.json of a Hugging Face checkpoint"
         raise SurgeryError(f"{path} has no model_type", hint)
-    return check(config, str(path))
+    return found

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from surgery.checkpoint.parsing import is_number
+
 if TYPE_CHECKING:
     from surgery.checkpoint import Checkpoint
     from surgery.cli.screen import Bars
@@ -396,6 +398,6 @@ def command_line() -> str:
 
 def parse_rank(text: str) -> int | str:
     """Return a rank, or "full". Raises click.BadParameter for anything else."""
-    if text == "full" or text.isdecimal():
+    if text == "full" or is_number(text):
         return text if text == "full" else int(text)
     raise click.BadParameter(f"{text!r} is no rank: give a number or full", param_hint="--bypass")

@@ -17,6 +17,8 @@ import click
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from surgery.checkpoint.parsing import is_number
+
 PIPE_WIDTH = 120  # columns, where neither a terminal nor COLUMNS says how many there are
 
 
@@ -69,7 +71,7 @@ def show(report: RenderableType) -> None:
 def width() -> int:
     """Return how wide piped output is, in columns: rich alone would assume 80."""
     columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdigit() and int(columns) else PIPE_WIDTH
+    return int(columns) if is_number(columns) and int(columns) else PIPE_WIDTH
 
 
 def echo_json(value: Any) -> None:

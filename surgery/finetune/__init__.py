@@ -7,7 +7,6 @@ from config.json, so that it holds only what this model needs.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery import operations
+from surgery.checkpoint.config import parse_config
 from surgery.errors import SurgeryError
 from surgery.families import Family, find
 from surgery.storage.record import seen_from
@@ -92,7 +92,8 @@ def files(
 
 def of_folder(folder: Path, record: Mapping[str, Any]) -> dict[str, bytes]:
     """Return `files` for the converted checkpoint in `folder`, whose surgery.json is `record`."""
-    return files(record, json.loads((folder / "config.json").read_bytes()), folder)
+    path = folder / "config.json"
+    return files(record, parse_config(path.read_bytes(), str(path)), folder)
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:

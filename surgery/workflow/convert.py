@@ -14,6 +14,7 @@ from surgery import finetune as training
 from surgery import operations
 from surgery.checkpoint import Checkpoint, Plan, make_plan
 from surgery.errors import SurgeryError
+from surgery.quoting import command
 from surgery.report import card
 from surgery.storage import (
     Written,
@@ -186,9 +187,10 @@ def _is_there(run: _Run) -> bool:
     check_target(run.plan, run.out, run.source)
     if is_finished(run.plan, run.out):
         if run.finetune and run.finetune != read_record(run.out).get("finetune"):
+            remove = command("rm", "-r", "--", run.out)
             raise SurgeryError(
                 f"{run.out} is finished, and its fine-tune script has other options than these",
-                f"remove it (rm -r {run.out}) or give another folder with --out",
+                f"remove it ({remove}) or give another folder with --out",
             )
         return True
     if run.verify:

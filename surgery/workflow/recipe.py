@@ -26,6 +26,7 @@ from typing import Any
 from surgery import operations
 from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, schema
+from surgery.checkpoint.parsing import is_number
 from surgery.demo import DEMO, MODEL
 from surgery.errors import SurgeryError, UsageError
 from surgery.storage import open_checkpoint
@@ -160,7 +161,7 @@ def _of_what(path: schema.Keys, data: Mapping[str, Any]) -> str:
 def _entry(entry: dict[str, Any]) -> dict[str, Any]:
     """Return an operation with its layers as numbers, also where the file has "0-7,12"."""
     text = entry.get("layers")
-    if isinstance(text, str) and text[:1].isdigit():
+    if isinstance(text, str) and is_number(text.lstrip()[:1]):
         return entry | {"layers": sorted(parse_layers(text) or ())}
     return entry
 
@@ -171,7 +172,9 @@ def parse_layers(text: str | None) -> set[int] | None:
         return None
     chosen: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", part)  # no model has more
+        match = re.fullmatch(
+            r"\s*([0-9]{1,4})(?:\s*-\s*([0-9]{1,4}))?\s*", part
+        )  # no model has more
         if not match or int(match[2] or match[1]) < int(match[1]):
             raise UsageError(f"{text!r} does not name layers", "write them like 0-7,12,20-23")
         chosen |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
