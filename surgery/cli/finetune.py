@@ -27,7 +27,7 @@ def finetune_script_command(folder: Path, dry_run: bool, as_json: bool, quiet: b
     """
     from surgery import finetune
     from surgery.cli import screen
-    from surgery.storage.record import read_record
+    from surgery.workflow.record import read_record
 
     files = finetune.of_folder(folder, read_record(folder))
     if not dry_run:

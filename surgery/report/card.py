@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from surgery import operations
 from surgery.analysis.weigh import weigh
 from surgery.checkpoint import Checkpoint
 from surgery.demo import DEMO
@@ -94,7 +95,7 @@ def render(
         name=_loaded_name(folder),
         source=_link(record["source"]),
         done=[(methods.done(o, p), methods.why(o)) for o, p in steps],
-        trained=methods.FINETUNE in names,
+        trained=operations.TRAINED in names,
         fitted=bool(record.get("calibration")),
         cost=_cost(record),
         exact=record["exact"],

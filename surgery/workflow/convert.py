@@ -28,10 +28,9 @@ from surgery.storage import (
 )
 from surgery.storage.lock import held
 from surgery.storage.processes import Group
-from surgery.storage.record import read_record
 from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.recipe import dump, recipe_of
-from surgery.workflow.record import make_record
+from surgery.workflow.record import make_record, read_record
 from surgery.workflow.settle import prepare, settle
 from surgery.workflow.trust import require_trust
 from surgery.workflow.verify import require_names, verify_folder

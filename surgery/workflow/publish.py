@@ -20,9 +20,9 @@ from surgery.errors import SurgeryError
 from surgery.report import card
 from surgery.storage import finish
 from surgery.storage.hub import hub_errors
-from surgery.storage.record import read_record
 from surgery.storage.writer import MARKER
 from surgery.workflow.observer import Observer, Silent
+from surgery.workflow.record import read_record
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
