@@ -17,6 +17,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 
 _MARKED = re.compile(r"[\\`*_{}\[\]#|~$]")  # what Markdown gives a meaning inside a line
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
@@ -53,8 +54,9 @@ def shell(word: str) -> str:
 
 
 def command(*words: object) -> str:
-    """Return a command to copy into a shell."""
-    return " ".join(shell(str(word)) for word in words)
+    """Return a command to copy into a shell; a path in it is never read as an option."""
+    paths = (f"./{w}" if isinstance(w, Path) and str(w).startswith("-") else w for w in words)
+    return " ".join(shell(str(word)) for word in paths)
 
 
 def markdown(text: str) -> str:

@@ -17,6 +17,7 @@ import click
 
 from surgery import __version__
 from surgery.errors import ReportedElsewhere, SurgeryError, UsageError
+from surgery.quoting import printable
 
 COMMANDS = {  # those with a module here, in the order of the help
     "inspect": "Weigh a model: parameters, FLOPs, bytes, milliseconds per token.",
@@ -159,6 +160,8 @@ def _failed(error: BaseException) -> int:
         full = e.errno == errno.ENOSPC
         hint = "free some space, then run the same command again" if full else _DEBUG
         return _report(f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}", hint, 1)
+    except RecursionError:
+        return _report("something in this model is nested too deeply to be read", _DEBUG, 1)
     except Exception as e:
         first = str(e).splitlines()[0] if str(e) else ""
         return _report(f"unexpected {type(e).__name__}: {first}", f"this is a bug; {_DEBUG}", 1)
@@ -187,11 +190,10 @@ def _report(message: str, hint: str, code: int) -> int:
         import traceback
 
         traceback.print_exc()
-    message = " ".join(
-        line.strip() for line in message.splitlines()
-    )  # click lists choices in lines
+    # click lists choices in lines.
+    message = printable(" ".join(line.strip() for line in message.split("\n")))
     prefix = "" if interrupted else click.style("error: ", fg="red", bold=True)
     click.echo(prefix + message, err=True)
     if hint:
-        click.echo(f"hint: {hint}", err=True)
+        click.echo(f"hint: {printable(hint)}", err=True)
     return code

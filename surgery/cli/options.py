@@ -247,6 +247,7 @@ def execute(
 
 
 def _print_recipe(common: CommonOptions, output: Checkpoint) -> int:
+    from surgery.cli import screen
     from surgery.workflow import recipe
 
     push = None
@@ -259,7 +260,7 @@ def _print_recipe(common: CommonOptions, output: Checkpoint) -> int:
         finetune=common.finetune,
         push=push,
     )
-    click.echo(recipe.dump(made), nl=False)
+    screen.echo(recipe.dump(made), end="")
     return 0
 
 

@@ -182,7 +182,7 @@ def _require_same_plan(run: _Run) -> None:
 
 def _is_there(run: _Run) -> bool:
     """Return whether the output is finished already, after every check before the first byte."""
-    card.metadata_of(run.source)  # fetched now, so that the Hub is not needed after hours of work
+    card.unread(run.source)  # fetched now, so that the Hub is not needed after hours of work
     check_target(run.plan, run.out, run.source)
     if is_finished(run.plan, run.out):
         if run.finetune and run.finetune != read_record(run.out).get("finetune"):
@@ -225,6 +225,7 @@ def _finished(run: _Run, written: Written) -> Written:
     size = run.max_shard_size
     made = recipe_of(output, max_shard_size=size, finetune=finetune, folder=run.out)
     record = make_record(output, run.plan, written.digests, run.command, finetune, run.out)
+    record["notes"] += filter(None, [card.unread(run.source)])
     text = f"# surgery run {RECIPE} --out FOLDER\n{dump(made)}"
     add(run.out, {RECIPE: text.encode(), **training.files(record, output.config, run.out)})
     before = run.source if run.source.steps != output.steps else None

@@ -29,6 +29,7 @@ from surgery.checkpoint import Checkpoint, schema
 from surgery.checkpoint.parsing import is_number
 from surgery.demo import DEMO, MODEL
 from surgery.errors import SurgeryError, UsageError
+from surgery.quoting import printable
 from surgery.storage import open_checkpoint
 from surgery.storage.record import seen_from
 from surgery.workflow import recipe_text
@@ -335,4 +336,7 @@ def dump(recipe: Recipe) -> str:
     data = {f.name: value for f, value in values if value not in (None, {}, f.default)}
     if recipe.push:
         data["push"] = asdict(recipe.push)
-    return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))
+    form: dict[str, Any] = {"Dumper": Dumper, "sort_keys": False, "width": 120}
+    made = str(yaml.dump(data, allow_unicode=True, **form))
+    plain = made == printable(made, lines=True)
+    return made if plain else str(yaml.dump(data, allow_unicode=False, **form))
