@@ -37,6 +37,11 @@ def printable_json(text: str) -> str:
     return _replaced(text, _of_json, "\n")
 
 
+def plotted(text: str) -> str:
+    """Return a text for matplotlib, which would read a pair of dollars as a formula."""
+    return printable(text).replace("$", r"\$")
+
+
 def python(text: str) -> str:
     """Return a Python literal of one line in double quotes, whose value is `text`."""
     return _replaced(json.dumps(text, ensure_ascii=False), _of_python)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -129,6 +130,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if arguments[0] in _ALONE:
             return 0
         sys.stdout = sys.stderr = _nowhere()  # the first process speaks for all
+    logging.setLogRecordFactory(_LogRecord)
     try:
         code = surgery.main(arguments, prog_name="surgery", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -165,6 +167,13 @@ def _failed(error: BaseException) -> int:
     except Exception as e:
         first = str(e).splitlines()[0] if str(e) else ""
         return _report(f"unexpected {type(e).__name__}: {first}", f"this is a bug; {_DEBUG}", 1)
+
+
+class _LogRecord(logging.LogRecord):
+    """A message of transformers or another library, which may quote a config."""
+
+    def getMessage(self) -> str:  # noqa: N802
+        return printable(super().getMessage(), lines=True)
 
 
 _DEBUG = "SURGERY_DEBUG=1 shows where"

@@ -262,7 +262,7 @@ def _base(
     from. Otherwise the base of the source is the base of the output.
     """
     if record["source"]["revision"]:
-        return [str(record["source"]["location"])]
+        return [b for b in [str(record["source"]["location"])] if _is_id(b)]
     location = str(source.source.location) if source else ""
     if cached := re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/", location):
         return [f"{cached[1]}/{cached[2]}"]
