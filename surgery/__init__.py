@@ -54,9 +54,9 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(importlib.import_module("surgery.api"), name)
     if not name.startswith("_"):
-        operation = importlib.import_module("surgery.operations").known(name)
-        if operation is not None:
-            return operation.function
+        operations = importlib.import_module("surgery.operations")
+        if name in operations.names():
+            return operations.find(name).function
     raise AttributeError(f"module 'surgery' has no attribute {name!r}")
 
 

@@ -161,7 +161,7 @@ def _pieces(file: Path) -> Iterator[str]:
     except (OSError, UnicodeDecodeError) as e:
         hint = "give a file of plain text in UTF-8"
         raise SurgeryError(f"cannot read {file}: {e}", hint) from None
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         hint = 'make every line like {"text": "..."}'
         raise SurgeryError(f'{file} has a line without "text": {e!r}', hint) from None
 

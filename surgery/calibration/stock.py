@@ -399,7 +399,7 @@ def outer_names(blocks: Blocks) -> list[str]:
 
     They are those of embeddings, final norm and head.
     """
-    layer = re.compile(rf"{re.escape(blocks.prefix)}\d+\.")
+    layer = re.compile(rf"{re.escape(blocks.prefix)}[0-9]+\.")
     return [n for n in blocks.checkpoint.tensors if not layer.match(n) and not _other_modality(n)]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from surgery.checkpoint.parsing import is_number
 from surgery.checkpoint.tensors import LazyTensor, SourceFile
 from surgery.checkpoint.work import Progress, Work
 
@@ -138,4 +139,6 @@ class Checkpoint:
 
 def natural_key(name: str) -> list[tuple[int, str | int]]:
     """Return a sort key that puts `layers.2` before `layers.10`."""
-    return [(1, int(part)) if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+    return [
+        (1, int(part)) if is_number(part) else (0, part) for part in re.split(r"([0-9]+)", name)
+    ]

@@ -199,17 +199,17 @@ def _write(found: Analysis, timed_on: Device, out: Path) -> None:
 
 
 def _show(found: Analysis, timed_on: Device, out: Path | None) -> None:
-    from surgery.cli.inspect import show
+    from surgery.cli.screen import show
     from surgery.report import analysis as report
     from surgery.report.png import draws_png
 
     for part in report.tables(found, timed_on):
-        click.echo(part) if isinstance(part, str) else show(part)
+        show(part)
     if out is not None:
         names = [str(out / n) for n in ("analysis.json", "analysis.safetensors", "report.html")]
-        click.echo(f"wrote {names[0]}, {names[1]} and {names[2]}")
+        show(f"wrote {names[0]}, {names[1]} and {names[2]}")
         if not draws_png():
-            click.echo("note: no PNGs without matplotlib: pip install 'model-surgery[plot]'")
+            show("note: no PNGs without matplotlib: pip install 'model-surgery[plot]'")
 
 
 def _sink(out: Path) -> Callable[[int, Tensor], None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from surgery.analysis.weigh import Weights
 
 WEIGHTS = ("*.safetensors", "*.bin")
-PIPED = 120  # columns
 
 
 @click.command(
@@ -84,9 +80,8 @@ def inspect_command(
       surgery inspect openai/gpt-oss-120b --json
       surgery inspect ./checkpoint --plot weights.png
     """
-    import json
-
     from surgery.analysis.devices import decode, parse_device
+    from surgery.cli.screen import echo_json, show
     from surgery.report import inspection
 
     step_device = parse_device(device)
@@ -95,19 +90,9 @@ def inspect_command(
     if plot_file:
         inspection.plot(weights, step, name, plot_file)
     if as_json:
-        click.echo(json.dumps(inspection.as_dict(weights, step), indent=2))
+        echo_json(inspection.as_dict(weights, step))
     else:
         show(inspection.render(weights, step, name))
-
-
-def show(report: RenderableType) -> None:
-    """Print a report as wide as the terminal, or, in a pipe, as COLUMNS says (120 by default)."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
-        console.width = PIPED  # rich would assume 80 columns and wrap the tables
-    console.print(report)
 
 
 def _weigh(model: str, revision: str | None) -> tuple[Weights, str]:
@@ -138,20 +123,15 @@ def _bare_config(path: Path) -> Path | None:
 
 def _read(path: Path) -> Mapping[str, Any]:
     """Return a config.json, checked."""
-    import json
-
-    from surgery.checkpoint.config import check
+    from surgery.checkpoint.config import parse_config
     from surgery.errors import SurgeryError
 
     try:
-        config = json.loads(path.read_text())
+        found = parse_config(path.read_bytes(), str(path))
     except FileNotFoundError as error:
         hint = "give a folder, a Hub id or a config.json"
         raise SurgeryError(f"{path} does not exist", hint) from error
-    except json.JSONDecodeError as error:
-        hint = "give the model's config.json"
-        raise SurgeryError(f"{path} is not JSON: {error}", hint) from error
-    if not isinstance(config, dict) or "model_type" not in config:
+    if "model_type" not in found:
         hint = "give the config.json of a Hugging Face checkpoint"
         raise SurgeryError(f"{path} has no model_type", hint)
-    return check(config, str(path))
+    return found

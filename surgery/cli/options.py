@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from surgery.checkpoint.parsing import is_number
+
 if TYPE_CHECKING:
     from surgery.checkpoint import Checkpoint
     from surgery.cli.screen import Bars
@@ -252,6 +254,7 @@ def execute(
 
 
 def _print_recipe(common: CommonOptions, output: Checkpoint) -> int:
+    from surgery.cli import screen
     from surgery.workflow import recipe
 
     push = None
@@ -264,7 +267,7 @@ def _print_recipe(common: CommonOptions, output: Checkpoint) -> int:
         finetune=common.finetune,
         push=push,
     )
-    click.echo(recipe.dump(made), nl=False)
+    screen.echo(recipe.dump(made), end="")
     return 0
 
 
@@ -404,6 +407,6 @@ def command_line() -> str:
 
 def parse_rank(text: str) -> int | str:
     """Return a rank, or "full". Raises click.BadParameter for anything else."""
-    if text == "full" or text.isdecimal():
+    if text == "full" or is_number(text):
         return text if text == "full" else int(text)
     raise click.BadParameter(f"{text!r} is no rank: give a number or full", param_hint="--bypass")

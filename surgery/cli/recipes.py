@@ -79,9 +79,10 @@ def recipes_command(context: click.Context, as_json: bool) -> None:
 @click.argument("name")
 def show(name: str) -> None:
     """Print the recipe NAME, to begin one's own with."""
+    from surgery.cli import screen
     from surgery.workflow import recipe
 
-    click.echo(recipe.read(name), nl=False)
+    screen.echo(recipe.read(name), end="")
 
 
 @recipes_command.command("schema")

@@ -43,7 +43,7 @@ def verify_command(
     """
     from surgery.cli import outcome, screen
     from surgery.storage import open_checkpoint
-    from surgery.storage.record import read_record
+    from surgery.workflow.record import read_record
     from surgery.workflow.verify import verify_folder
 
     observer = screen.Bars(quiet=quiet or as_json)

@@ -64,7 +64,7 @@ def _layer_names(family: Family, names: Mapping[str, Any]) -> Iterator[re.Match[
     Vision towers are left out; the towers of other modalities use other names.
     """
     part = re.escape(family.mlp + "." if family.mlp else family.down + ".")
-    pattern = re.compile(rf"(?P<prefix>(?:[\w.]+\.)?{family.layers}\.)(?P<layer>\d+)\.{part}")
+    pattern = re.compile(rf"(?P<prefix>(?:[\w.]+\.)?{family.layers}\.)(?P<layer>[0-9]+)\.{part}")
     for name in names:
         if "vision" not in name and (match := pattern.match(name)):
             yield match

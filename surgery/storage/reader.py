@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -11,6 +10,7 @@ from typing import Any
 from surgery.checkpoint.checkpoint import Checkpoint, Source
 from surgery.checkpoint.config import check
 from surgery.checkpoint.header import read_header
+from surgery.checkpoint.parsing import read_json as parse_json
 from surgery.checkpoint.tensors import LazyTensor
 from surgery.errors import SurgeryError
 from surgery.storage.location import open_store
@@ -100,12 +100,7 @@ _REPAIR = "download it again, or repair it"
 def read_json(file: File, store: Store) -> dict[str, Any]:
     """Return the JSON object in a file of the checkpoint. Raises SurgeryError if it is not one."""
     where = f"{file.name} of {store.location}"
-    try:
-        value = json.loads(file.path().read_bytes())
-        # Half a surrogate pair can be read, but it could not be written.
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as e:
-        raise SurgeryError(f"{where} is not valid JSON: {e}", _REPAIR) from None
+    value = parse_json(file.path().read_bytes(), where, _REPAIR)
     if not isinstance(value, dict):
         raise SurgeryError(f"{where} is not a JSON object", _REPAIR)
     return value

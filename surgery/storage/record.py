@@ -5,11 +5,11 @@ It is read from folders that may come from anywhere, so it is checked.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.parsing import read_json
 from surgery.checkpoint.schema import Schema, violations
 from surgery.errors import SurgeryError
 
@@ -74,13 +74,11 @@ def read_record(folder: Path) -> dict[str, Any]:
     """
     path = folder / RECORD
     try:
-        record = json.loads(path.read_bytes())
+        record = read_json(path.read_bytes(), str(path), _HINT)
     except FileNotFoundError:
         raise SurgeryError(
             f"no {RECORD} in {folder}", "give a folder that surgery wrote and finished"
         ) from None
-    except (ValueError, RecursionError) as e:
-        raise SurgeryError(f"{path} is not valid JSON: {e}", _HINT) from None
     if not isinstance(record, dict):
         raise SurgeryError(f"{path} is not the record of a conversion", _HINT)
     for found in violations(record, _SCHEMA):

@@ -14,7 +14,6 @@ system that they share they need only that files can be created, renamed and loo
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import time
@@ -25,10 +24,12 @@ from pathlib import Path
 
 from surgery.checkpoint.checkpoint import Checkpoint
 from surgery.checkpoint.compat import dump
+from surgery.checkpoint.parsing import Unreadable, read_json
 from surgery.checkpoint.plan import INDEX, Plan, Shard
 from surgery.checkpoint.tensors import SourceFile
 from surgery.checkpoint.work import Progress
 from surgery.errors import SurgeryError
+from surgery.quoting import command
 from surgery.storage.digest import Digest
 from surgery.storage.downloads import bytes_on_disk
 from surgery.storage.lock import HELD, LOCK
@@ -178,9 +179,10 @@ def check_target(plan: Plan, out: Path, source: Checkpoint) -> None:
         )
     if (begun or finished) != plan.fingerprint:
         state = "unfinished" if begun else "finished"
+        remove = command("rm", "-r", "--", out)
         raise SurgeryError(
             f"{out} holds the {state} output of another command, source or version",
-            f"remove it (rm -r {out}) or give another folder with --out",
+            f"remove it ({remove}) or give another folder with --out",
         )
 
 
@@ -196,8 +198,8 @@ def is_finished(plan: Plan, out: Path) -> bool:
 def _fingerprint_of(file: Path) -> str | None:
     """Return the fingerprint in a marker or a record, or None where there is none."""
     try:
-        return str(json.loads(file.read_bytes())["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(read_json(file.read_bytes(), "a marker", "")["fingerprint"])
+    except (OSError, Unreadable, KeyError, TypeError):
         return None
 
 

@@ -14,6 +14,7 @@ from surgery import finetune as training
 from surgery import operations
 from surgery.checkpoint import Checkpoint, Plan, make_plan
 from surgery.errors import SurgeryError
+from surgery.quoting import command
 from surgery.report import card
 from surgery.storage import (
     Written,
@@ -27,10 +28,9 @@ from surgery.storage import (
 )
 from surgery.storage.lock import held
 from surgery.storage.processes import Group
-from surgery.storage.record import read_record
 from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.recipe import dump, recipe_of
-from surgery.workflow.record import make_record
+from surgery.workflow.record import make_record, read_record
 from surgery.workflow.settle import prepare, settle
 from surgery.workflow.trust import require_trust
 from surgery.workflow.verify import require_names, verify_folder
@@ -188,13 +188,14 @@ def _require_same_plan(run: _Run) -> None:
 
 def _is_there(run: _Run) -> bool:
     """Return whether the output is finished already, after every check before the first byte."""
-    card.metadata_of(run.source)  # fetched now, so that the Hub is not needed after hours of work
+    card.unread(run.source)  # fetched now, so that the Hub is not needed after hours of work
     check_target(run.plan, run.out, run.source)
     if is_finished(run.plan, run.out):
         if run.finetune and run.finetune != read_record(run.out).get("finetune"):
+            remove = command("rm", "-r", "--", run.out)
             raise SurgeryError(
                 f"{run.out} is finished, and its fine-tune script has other options than these",
-                f"remove it (rm -r {run.out}) or give another folder with --out",
+                f"remove it ({remove}) or give another folder with --out",
             )
         return True
     if run.verify:
@@ -230,6 +231,7 @@ def _finished(run: _Run, written: Written) -> Written:
     size = run.max_shard_size
     made = recipe_of(output, max_shard_size=size, finetune=finetune, folder=run.out)
     record = make_record(output, run.plan, written.digests, run.command, finetune, run.out)
+    record["notes"] += filter(None, [card.unread(run.source)])
     text = f"# surgery run {RECIPE} --out FOLDER\n{dump(made)}"
     add(run.out, {RECIPE: text.encode(), **training.files(record, output.config, run.out)})
     before = run.source if run.source.steps != output.steps else None

@@ -10,19 +10,19 @@ from __future__ import annotations
 import dataclasses
 import glob
 import hashlib
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.errors import SurgeryError
+from surgery.quoting import code, command
 from surgery.report import card
 from surgery.storage import finish
 from surgery.storage.hub import hub_errors
-from surgery.storage.record import read_record
 from surgery.storage.writer import MARKER
 from surgery.workflow.observer import Observer, Silent
+from surgery.workflow.record import read_record
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -184,8 +184,8 @@ def require_verified(folder: Path) -> dict[str, Any]:
     verification = record.get("verification")
     if not (verification or {}).get("passed"):
         state = "has not passed its verification" if verification else "is not verified"
-        command = shlex.join(["surgery", "verify", record["source"]["location"], str(folder)])
-        raise SurgeryError(f"{folder} {state}", f"only what is proved is published: {command}")
+        check = command("surgery", "verify", record["source"]["location"], folder)
+        raise SurgeryError(f"{folder} {state}", f"only what is proved is published: {check}")
     for name, shard in record["shards"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != shard["bytes"]:
@@ -279,7 +279,7 @@ def _through_pull_request(
     title = f"surgery {record['fingerprint'][:12]}"
     number = _open_pull_request(api, plan.repo, title)
     if number is None:
-        number = api.create_pull_request(plan.repo, title, description=f"`{record['command']}`").num
+        number = api.create_pull_request(plan.repo, title, description=code(record["command"])).num
     revision = f"refs/pr/{number}"
     there = _tree(api, plan.repo, revision) or {}
     with observer.stage("pushing", 0, "file") as progress:

@@ -12,8 +12,10 @@ from typing import Any
 from surgery import __version__, operations
 from surgery.checkpoint import Checkpoint, Plan, Source, Step
 from surgery.demo import DEMO, MODEL
+from surgery.errors import SurgeryError
+from surgery.storage import record as stored
 from surgery.storage.digest import Digest
-from surgery.storage.record import seen_from
+from surgery.storage.record import RECORD, seen_from
 
 PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub")
 
@@ -68,6 +70,20 @@ def make_record(
         "verification": None,
     }
     return record | ({"finetune": dict(finetune)} if finetune else {})
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return the record of an output, whose steps are those of known operations.
+
+    Raises SurgeryError where there is none, and where it is not the record of a conversion.
+    """
+    found = stored.read_record(folder)
+    for step in found["recipe"]:
+        try:
+            operations.check_step(step)
+        except SurgeryError as e:
+            raise SurgeryError(f"{folder / RECORD}: {e.message}", e.hint) from None
+    return found
 
 
 def _place(source: Source, folder: Path | None) -> str:

@@ -15,8 +15,8 @@ from surgery.proof.integrity import damaged_shards, nonfinite, stray_weights
 from surgery.report import card
 from surgery.storage import finish, open_checkpoint
 from surgery.storage.digest import Digest
-from surgery.storage.record import read_record
 from surgery.workflow.observer import Observer, Silent
+from surgery.workflow.record import read_record
 from surgery.workflow.trust import require_trust
 
 if TYPE_CHECKING:
