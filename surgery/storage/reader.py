@@ -13,12 +13,12 @@ from surgery.checkpoint.config import check
 from surgery.checkpoint.header import read_header
 from surgery.checkpoint.tensors import LazyTensor
 from surgery.errors import SurgeryError
+from surgery.storage.kinds import refuse, require_fetched, require_no_disguise
 from surgery.storage.location import open_store
 from surgery.storage.pickled import read_legacy
 from surgery.storage.store import File, Store
 
 INDEX = "model.safetensors.index.json"
-_GGUF = "GGUF is an inference format: give the Hugging Face checkpoint that it was made from"
 # These are copied byte for byte. Everything else (other weights, optimizer states, the source's own
 # card) stays behind.
 SIDE_FILES = (
@@ -61,6 +61,8 @@ def open_checkpoint(
         checkpoint.tensors["model.norm.weight"].read()
     """
     store = open_store(str(location), revision, stream)
+    require_fetched(f for n, f in store.files.items() if _is_read(n))
+    require_no_disguise(store)
     config = read_config(store)
     tensors, shards = _read_tensors(store)
     folder = None if store.folder is None else str(store.folder.resolve())
@@ -84,13 +86,21 @@ def _is_side_file(name: str) -> bool:
     return any(fnmatch(name, p) and name.count("/") == p.count("/") for p in SIDE_FILES)
 
 
+def _is_read(name: str) -> bool:
+    """Return whether a file is read or copied: the config, the weights or a side file."""
+    return (
+        _is_side_file(name)
+        or name == "config.json"
+        or fnmatch(name, "*.index.json")
+        or ("/" not in name and name.endswith((".safetensors", ".bin")))
+    )
+
+
 def read_config(store: Store) -> dict[str, Any]:
     """Return config.json, parsed and checked. Raises SurgeryError where it is absent or wrong."""
     if "config.json" not in store.files:
         hint = "give the folder that holds config.json and the .safetensors files"
-        if any(n.endswith(".gguf") for n in store.files):
-            hint = _GGUF
-        raise SurgeryError(f"no config.json in {store.location}", hint)
+        raise refuse(store, f"no config.json in {store.location}", hint)
     return check(read_json(store.files["config.json"], store), f"config.json of {store.location}")
 
 
@@ -127,7 +137,8 @@ def _read_tensors(store: Store) -> tuple[dict[str, LazyTensor], dict[str, File]]
             _merge(tensors, found, file, expected)
             shards |= dict.fromkeys(found, file) if safe else {}
         return tensors, shards
-    raise SurgeryError(f"no weights in {store.location}", _other_formats(store))
+    hint = "give a folder with model.safetensors, or shards and their index"
+    raise refuse(store, f"no weights in {store.location}", hint)
 
 
 def _merge(
@@ -215,20 +226,3 @@ def _indexed(store: Store, index: str) -> list[tuple[File, set[str]]]:
 
 def _is_outside(path: PurePosixPath) -> bool:
     return path.is_absolute() or ".." in path.parts
-
-
-def _other_formats(store: Store) -> str:
-    """Return a hint for a checkpoint without weights, by the formats that it has instead."""
-    for suffix, hint in (
-        (".gguf", _GGUF),
-        (".h5", "TensorFlow weights: convert them with transformers first"),
-        (".msgpack", "Flax weights: convert them with transformers first"),
-        (".pth", "original PyTorch weights: give the Hugging Face version of the model"),
-        (
-            "adapter_model.safetensors",
-            "a LoRA adapter: merge it into its base model first (peft's merge_and_unload)",
-        ),
-    ):
-        if any(n.endswith(suffix) for n in store.files):
-            return hint
-    return "give a folder with model.safetensors, or shards and their index"
