@@ -23,11 +23,13 @@ class Source:
         location: a folder, a file, a Hub id or a URL.
         revision: the commit that a Hub id was pinned to.
         folder: the folder on this disk, which no output may touch.
+        strip_prefix: what was stripped from the names of tensors.
     """
 
     location: str
     revision: str | None = None
     folder: str | None = None
+    strip_prefix: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +98,7 @@ class Checkpoint:
         shards: the safetensors file of the source that holds each tensor whole, by tensor name.
         custom_code: whether loading the source runs code of its own (`auto_map` in its config).
         card: the source's README.md; the card of an output takes over its metadata.
+        notes: what the user should know of the source, such as files that are ignored.
     """
 
     config: Mapping[str, Any]
@@ -106,6 +109,7 @@ class Checkpoint:
     shards: Mapping[str, SourceFile] = field(default_factory=dict)
     custom_code: bool = False
     card: SourceFile | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -126,6 +130,11 @@ class Checkpoint:
     def nbytes(self) -> int:
         """The size of all tensors in bytes, without headers and side files."""
         return sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def all_notes(self) -> list[str]:
+        """What the user should know: of the source, and of each step."""
+        return [*self.notes, *(note for step in self.steps for note in step.notes)]
 
     def replace(self, *, step: Step | None = None, **changes: Any) -> Checkpoint:
         """Return a copy with the fields in `changes` replaced and `step` appended to its steps."""

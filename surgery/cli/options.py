@@ -22,9 +22,15 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Decorator = Callable[[Any], Any]
 
+strip_prefix: Decorator = click.option(
+    "--strip-prefix",
+    metavar="PREFIX",
+    help="Strip PREFIX from the names of tensors, like the module. of a wrapped model.",
+)
 _CONVERTING: dict[str, Decorator] = {
     "model": click.argument("model", default="."),
     "revision": click.option("--revision", help="Branch, tag or commit of a Hub id."),
+    "strip_prefix": strip_prefix,
     "dtype": click.option(
         "--dtype",
         metavar="NAME",
@@ -124,6 +130,7 @@ class CommonOptions:
 
     model: str
     revision: str | None
+    strip_prefix: str | None
     dtype: str | None
     max_shard_size: str | None
     out: str | None
@@ -138,6 +145,17 @@ class CommonOptions:
     as_json: bool
     quiet: bool
     finetune: Mapping[str, Any] = field(default_factory=dict)
+
+    def open(self) -> Checkpoint:
+        """Open the source."""
+        from surgery.storage import open_checkpoint
+
+        return open_checkpoint(
+            self.model,
+            revision=self.revision,
+            stream=self.stream,
+            strip_prefix=self.strip_prefix,
+        )
 
     @property
     def silent(self) -> bool:
@@ -224,7 +242,6 @@ def execute(
     It may be one of several processes that do this together.
     """
     from surgery.operations.cast import cast
-    from surgery.storage import open_checkpoint
     from surgery.storage.processes import together
     from surgery.workflow.trust import require_trust
 
@@ -232,7 +249,7 @@ def execute(
         if common.quiet or common.as_json or not sys.stderr.isatty():
             os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         _check_delivery(common)
-        source = open_checkpoint(common.model, revision=common.revision, stream=common.stream)
+        source = common.open()
         require_trust(source, common.trust_remote_code)
         output = operation(source)
         if common.dtype:

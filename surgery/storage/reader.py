@@ -16,6 +16,7 @@ from surgery.errors import SurgeryError
 from surgery.storage.kinds import refuse, require_fetched, require_no_disguise
 from surgery.storage.location import open_store
 from surgery.storage.pickled import read_legacy
+from surgery.storage.prefixes import require_plain_names, stripped
 from surgery.storage.store import File, Store
 
 INDEX = "model.safetensors.index.json"
@@ -45,7 +46,11 @@ SIDE_FILES = (
 
 
 def open_checkpoint(
-    location: str | Path, *, revision: str | None = None, stream: bool = False
+    location: str | Path,
+    *,
+    revision: str | None = None,
+    stream: bool = False,
+    strip_prefix: str | None = None,
 ) -> Checkpoint:
     """Open a checkpoint without reading a weight.
 
@@ -54,6 +59,7 @@ def open_checkpoint(
             "owner/name@revision") or a URL (s3://…).
         revision: a branch, tag or commit of a Hub id.
         stream: whether downloaded shards are removed again, except for the last few that were read.
+        strip_prefix: what to strip from the names of tensors, like "module.".
 
     Raises SurgeryError for what is missing, damaged or not a Hugging Face checkpoint.
 
@@ -65,15 +71,27 @@ def open_checkpoint(
     require_no_disguise(store)
     config = read_config(store)
     tensors, shards = _read_tensors(store)
+    notes = list[str]()
+    if strip_prefix:
+        notes.append(f"{strip_prefix} was stripped from the names of the source's tensors")
+        # A shard whose names change cannot be copied as a whole.
+        tensors, shards = stripped(tensors, strip_prefix), {}
+    require_plain_names(tensors)
     folder = None if store.folder is None else str(store.folder.resolve())
     return Checkpoint(
         config=config,
         tensors=tensors,
         files=tuple(f for name, f in store.files.items() if _is_side_file(name)),
-        source=Source(location=store.location, revision=store.revision, folder=folder),
+        source=Source(
+            location=store.location,
+            revision=store.revision,
+            folder=folder,
+            strip_prefix=strip_prefix,
+        ),
         shards=shards,
         custom_code=bool(config.get("auto_map")),
         card=store.files.get("README.md"),
+        notes=tuple(notes),
     )
 
 

@@ -143,7 +143,7 @@ def convert(
         verification=found,
         resumed=written.resumed if written else 0,
         already=already,
-        notes=[n for step in output.steps for n in step.notes],
+        notes=output.all_notes,
         advice=[a for step in output.steps for a in step.advice],
         remedies=_remedies(output),
         custom_code=output.custom_code,

@@ -65,7 +65,7 @@ def describe(
         "time": _time(source, output, plan, existing, verify),
         "exact": output.exact,
         "fingerprint": plan.fingerprint,
-        "notes": [n for step in output.steps for n in (*step.notes, *step.advice)],
+        "notes": [*output.all_notes, *(a for step in output.steps for a in step.advice)],
     }
 
 

@@ -55,10 +55,10 @@ def make_record(
     shards = {s.name: {"bytes": s.nbytes, **(digests.get(s.name) or unknown)} for s in plan.shards}
     record = {
         "name": default_out(output, suffix(output)).name,
-        "source": {"location": _place(source, folder), "revision": source.revision},
+        "source": _source(source, folder),
         "command": _without_paths(command),
         "recipe": [_step(s, folder) for s in output.steps],
-        "notes": [n for s in output.steps for n in s.notes],
+        "notes": output.all_notes,
         "exact": output.exact,
         "layers": sorted({i for s in output.steps for i in s.layers}),
         "calibration": [s.work.report for s in output.steps if s.work],
@@ -68,6 +68,12 @@ def make_record(
         "verification": None,
     }
     return record | ({"finetune": dict(finetune)} if finetune else {})
+
+
+def _source(source: Source, folder: Path | None) -> dict[str, Any]:
+    """Return where the source is, and what was stripped from its names."""
+    prefix = {"strip_prefix": source.strip_prefix} if source.strip_prefix else {}
+    return {"location": _place(source, folder), "revision": source.revision, **prefix}
 
 
 def _place(source: Source, folder: Path | None) -> str:
