@@ -93,6 +93,7 @@ def meta_model(
 
     with _folder(checkpoint) as folder, init_empty_weights(include_buffers=False), _quiet():
         config = _parse(checkpoint, folder)
+        _require_causal(config)
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
             config._attn_implementation = "eager"
         if dtype == torch.float64:
@@ -105,7 +106,7 @@ def meta_model(
             raise SurgeryError(
                 f"transformers {transformers.__version__} cannot build the model of config.json: "
                 f"{_first_line(e)}",
-                "upgrade transformers, or mend the config",
+                _remedy(checkpoint),
             ) from e
     # The auxiliary loss would want router logits of layers that are not there.
     model.config.output_router_logits = False
@@ -204,8 +205,27 @@ def _parse(checkpoint: Checkpoint, folder: Path) -> Any:
     except Exception as e:  # what it raises for a wrong value depends on the class
         raise SurgeryError(
             f"transformers {transformers.__version__} cannot read config.json: {_first_line(e)}",
-            "upgrade transformers, or mend the config",
+            _remedy(checkpoint),
         ) from None
+
+
+def _remedy(checkpoint: Checkpoint) -> str:
+    """Return what to do about a config that transformers refuses: a newer one may know the type."""
+    kind = checkpoint.config.get("model_type")
+    if kind in transformers.CONFIG_MAPPING or checkpoint.custom_code:
+        return "mend config.json: this transformers knows the model_type, and not these values"
+    return f"upgrade transformers: this one does not know the model_type {kind!r}"
+
+
+def _require_causal(config: Any) -> None:
+    """Raise SurgeryError for a model that transformers knows, but not as a language model."""
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if config.model_type in transformers.CONFIG_MAPPING and type(config) not in known:
+        raise SurgeryError(
+            f"{config.model_type} is no language model to transformers: it has no class for "
+            "causal text of that model_type",
+            "give a text-only model; `surgery families` lists what is supported",
+        )
 
 
 def runs_custom_code(checkpoint: Checkpoint) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError
+from surgery.families.classes import require_language_model
 from surgery.families.dense import DENSE
 from surgery.families.family import OPERATED, Family
 from surgery.families.mlp import Blocks
@@ -45,9 +46,10 @@ def find(config: Mapping[str, Any]) -> Family:
 def locate(checkpoint: Checkpoint) -> Blocks:
     """Return the decoder layers of a checkpoint.
 
-    Raises SurgeryError where the tensors do not belong to the config.
+    Raises SurgeryError where the tensors do not belong to the config, or to no language model.
     """
     family = find(checkpoint.config)
+    require_language_model(checkpoint, known())
     count = int(checkpoint.text_config.get(family.layers_key) or 0)
     prefixes = {m["prefix"] for m in _layer_names(family, checkpoint.tensors)}
     if not prefixes or not count:
