@@ -44,6 +44,7 @@ class Pending:
         total: how many units `progress` is told of.
         identity: a line that changes whenever the choice may.
         choose: makes the choice, told of progress: the parameters that change, as JSON.
+        check: raises SurgeryError for what is known to keep the walk from beginning.
         asked: the parameters that ask for the choice, as a recipe holds them.
     """
 
@@ -52,6 +53,7 @@ class Pending:
     total: int
     identity: str
     choose: Callable[[Progress], dict[str, Any]]
+    check: Callable[[], None] = lambda: None
     asked: dict[str, Any]
 
 

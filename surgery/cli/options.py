@@ -257,7 +257,7 @@ def execute(
         if common.print_recipe:
             return _print_recipe(common, output)
         if common.dry_run:
-            return _show_plan(common, source, output)
+            return _show_plan(common, source, output, hardlink)
         return _convert(common, source, output, hardlink, group)
 
 
@@ -278,14 +278,27 @@ def _print_recipe(common: CommonOptions, output: Checkpoint) -> int:
     return 0
 
 
-def _show_plan(common: CommonOptions, source: Checkpoint, output: Checkpoint) -> int:
+def _show_plan(
+    common: CommonOptions, source: Checkpoint, output: Checkpoint, hardlink: bool
+) -> int:
     from surgery.cli import screen
     from surgery.cli.plan import show_plan
     from surgery.workflow import dry_run
+    from surgery.workflow.delivery import is_delivered
 
-    out, verify = _folder(common, source, output), not common.no_verify
-    size = common.shard_bytes
-    planned = dry_run.describe(source, output, out, max_shard_size=size, verify=verify)
+    out, size = _folder(common, source, output), common.shard_bytes
+    if common.url and not any(step.pending for step in output.steps):
+        is_delivered(output, size, common.url)  # raises where the URL holds something else
+    planned = dry_run.describe(
+        source,
+        output,
+        out,
+        max_shard_size=size,
+        verify=not common.no_verify,
+        hardlink=hardlink,
+        finetune=common.finetune,
+        trust_remote_code=common.trust_remote_code,
+    )
     if common.url:
         planned |= {"out": common.url, "staged": str(out)}
     if common.as_json:
@@ -308,7 +321,8 @@ def _convert(
     common: CommonOptions, source: Checkpoint, output: Checkpoint, hardlink: bool, group: Group
 ) -> int:
     from surgery.cli import screen
-    from surgery.workflow.convert import convert, scratch
+    from surgery.workflow.checks import scratch
+    from surgery.workflow.convert import convert
     from surgery.workflow.delivery import is_delivered
     from surgery.workflow.settle import settle
 
@@ -350,7 +364,7 @@ def _check_delivery(common: CommonOptions) -> None:
         )
     if common.push and common.url:
         raise UsageError("both --push and a URL", "push from a folder on this disk")
-    if common.push and not (common.dry_run or common.print_recipe):
+    if common.push and not common.print_recipe:
         from surgery.workflow import publish
 
         publish.require_token(common.push)

@@ -265,6 +265,7 @@ def _pending(job: Job, base: Checkpoint) -> Pending:
         total=job.blocks.count,
         identity=identity("allocation", job.blocks.checkpoint, job.options),
         choose=lambda progress: {"active": allocate(job, progress), "allocation": "uniform"},
+        check=lambda: job.calibration.require(job.blocks.checkpoint),
         asked={"allocation": "greedy"},
     )
 
@@ -437,6 +438,7 @@ def _work(job: Job) -> Work:
         lambda work, progress: _run(job, work, progress),
         total=max(job.layers) + 1 if needs_data else len(job.layers),
         peak_memory=peak,
+        check=lambda: job.calibration.require(checkpoint) if needs_data else None,
     )
 
 

@@ -401,6 +401,7 @@ def _work(job: _Job) -> Work:
         lambda work, progress: _calibrate(job, work, progress),
         total=max(job.layers) + 1,
         peak_memory=peak,
+        check=lambda: calibration.require(checkpoint),
     )
 
 

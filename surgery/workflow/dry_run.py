@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from surgery import finetune
+from surgery import finetune as training
 from surgery.analysis.weigh import weigh
 from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, Plan, make_plan
 from surgery.report import card
 from surgery.storage.downloads import bytes_on_disk, bytes_streamed, bytes_to_fetch, is_streamed
 from surgery.storage.writer import RECORD, sources
+from surgery.workflow.checks import check_request, check_run
 from surgery.workflow.convert import BASE_MEMORY, RECIPE
 from surgery.workflow.record import make_record
 
@@ -38,16 +39,23 @@ def describe(
     *,
     max_shard_size: int | None = None,
     verify: bool = True,
+    hardlink: bool = False,
+    finetune: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Return what `--dry-run` shows.
+    """Return what `--dry-run` shows, after the checks that a run makes before its first byte.
 
     That is every file with its size, the bytes in all, what is downloaded, the peak memory, the
     free space, a rough time in seconds, and the notes.
+
+    Raises SurgeryError where the run would fail.
     """
+    check_request(source, out, trust_remote_code)
     plan = make_plan(output, max_shard_size)
+    check_run(source, output, plan, out, verify=verify, hardlink=hardlink, finetune=finetune)
     existing = next(p for p in (out, *out.resolve().parents) if p.exists())
     record = make_record(output, plan, {}, "")
-    written = [RECORD, RECIPE, card.NAME, *finetune.files(record, output.config)]
+    written = [RECORD, RECIPE, card.NAME, *training.files(record, output.config)]
     works = [step.work for step in output.steps if step.work]
     return {
         "out": str(out),
