@@ -43,6 +43,7 @@ from surgery.proof.comparison import SHORT, Check, Comparison
 from surgery.proof.parity import Pair
 
 LENGTH, WINDOW_MARGIN = 512, 64
+TOKENS = 2048  # of each text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +74,11 @@ class Verification:
         }
 
 
+def require_text(source: Checkpoint, output: Checkpoint) -> None:
+    """Raise SurgeryError where the text that a verification runs cannot be had, or not embedded."""
+    quality.texts(source, TOKENS, sequence_length(source, output, exact=output.exact))
+
+
 def verify(
     source: Checkpoint,
     output: Checkpoint,
@@ -81,7 +87,7 @@ def verify(
     layers: Sequence[int] | None = None,
     beside: Mapping[str, Checkpoint] | None = None,
     checks: Iterable[Check] = (),
-    tokens: int = 2048,
+    tokens: int = TOKENS,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     first: Iterable[Row] = (),

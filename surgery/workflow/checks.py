@@ -13,7 +13,7 @@ from surgery.storage import check_place, check_space, check_target, is_finished
 from surgery.storage.record import read_record
 from surgery.workflow.settle import require_space
 from surgery.workflow.trust import require_trust
-from surgery.workflow.verify import require_names
+from surgery.workflow.verify import require_verifiable
 
 
 def scratch(out: Path) -> Path:
@@ -54,7 +54,7 @@ def check_run(
         _require_same_script(out, finetune or {})
         return True
     if verify:
-        require_names(source, output)
+        require_verifiable(source, output)
     check_space(plan, out, hardlink)  # also for what a calibration will download
     for step in output.steps:
         if step.work:

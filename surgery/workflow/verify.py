@@ -98,11 +98,18 @@ def _beside(
     return operation.beside(source, output, parameters)
 
 
-def require_names(source: Checkpoint, output: Checkpoint) -> None:
-    """Check names and shapes against the model class, before the first byte.
+def require_verifiable(source: Checkpoint, output: Checkpoint) -> None:
+    """Check, before the first byte, that a verification could run: names, shapes and text.
 
-    Raises SurgeryError where the output could not load.
+    Raises SurgeryError where the output could not load, or the text not be read.
     """
+    from surgery.proof.verification import require_text
+
+    _require_names(source, output)
+    require_text(source, output)
+
+
+def _require_names(source: Checkpoint, output: Checkpoint) -> None:
     from surgery.calibration.stock import check_names
     from surgery.proof.verification import name_rows
 

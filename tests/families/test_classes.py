@@ -15,6 +15,7 @@ from surgery.calibration.stock import check_names
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError
 from surgery.families import locate
+from surgery.workflow.verify import require_verifiable
 
 SIZES = {
     "hidden_size": 32,
@@ -98,10 +99,8 @@ def test_a_body_with_tied_embeddings_works(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("operation", ["upcycle", "relufy"])
 def test_a_body_without_a_head_is_named(operation: str, tmp_path: Path) -> None:
     source = surgery.open(saved(tmp_path / "source", "LlamaModel", **SIZES))
-    from surgery.workflow.verify import require_names
-
     with pytest.raises(SurgeryError) as caught:
-        require_names(source, getattr(surgery, operation)(source))
+        require_verifiable(source, getattr(surgery, operation)(source))
     assert caught.value.message == (
         "LlamaModel is the body of a language model, without its head (lm_head.weight)"
     )
