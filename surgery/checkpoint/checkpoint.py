@@ -133,11 +133,6 @@ class Checkpoint:
         """The size of all tensors in bytes, without headers and side files."""
         return sum(t.nbytes for t in self.tensors.values())
 
-    @property
-    def all_notes(self) -> list[str]:
-        """What the user should know: of the source, and of each step."""
-        return [*self.notes, *(note for step in self.steps for note in step.notes)]
-
     def replace(self, *, step: Step | None = None, **changes: Any) -> Checkpoint:
         """Return a copy with the fields in `changes` replaced and `step` appended to its steps."""
         steps = (*self.steps, step) if step else self.steps

@@ -60,6 +60,21 @@ def locate(checkpoint: Checkpoint) -> Blocks:
     return Blocks(family=family, checkpoint=checkpoint, prefix=min(prefixes, key=len), count=count)
 
 
+def layers_beyond(checkpoint: Checkpoint) -> list[int]:
+    """Return the layers with tensors beyond the number of layers that config.json states.
+
+    No class runs them, except those for multi-token prediction. There are none where the family is
+    not known.
+    """
+    try:
+        blocks = locate(checkpoint)
+    except SurgeryError:
+        return []
+    numbered = re.compile(rf"{re.escape(blocks.prefix)}(\d+)\.")
+    found = {int(match[1]) for n in checkpoint.tensors if (match := numbered.match(n))}
+    return sorted(index for index in found if index >= blocks.count)
+
+
 def _layer_names(family: Family, names: Mapping[str, Any]) -> Iterator[re.Match[str]]:
     """Yield the names of tensors in the MLPs of decoder layers.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -69,14 +70,16 @@ def open_checkpoint(
     store = open_store(str(location), revision, stream)
     require_fetched(f for n, f in store.files.items() if _is_read(n))
     require_no_disguise(store)
-    config = read_config(store)
-    tensors, shards = _read_tensors(store)
     notes = list[str]()
+    config = read_config(store, notes)
+    tensors, shards = _read_tensors(store)
+    notes += _ignored(store, {file.name for file in shards.values()})
     if strip_prefix:
         notes.append(f"{strip_prefix} was stripped from the names of the source's tensors")
         # A shard whose names change cannot be copied as a whole.
         tensors, shards = stripped(tensors, strip_prefix), {}
     require_plain_names(tensors)
+    _require_gathered(tensors)
     folder = None if store.folder is None else str(store.folder.resolve())
     return Checkpoint(
         config=config,
@@ -114,22 +117,40 @@ def _is_read(name: str) -> bool:
     )
 
 
-def read_config(store: Store) -> dict[str, Any]:
-    """Return config.json, parsed and checked. Raises SurgeryError where it is absent or wrong."""
+def read_config(store: Store, notes: list[str]) -> dict[str, Any]:
+    """Return config.json, parsed and checked; a key that is in it twice goes into `notes`.
+
+    Raises SurgeryError where it is absent or wrong.
+    """
     if "config.json" not in store.files:
         hint = "give the folder that holds config.json and the .safetensors files"
         raise refuse(store, f"no config.json in {store.location}", hint)
-    return check(read_json(store.files["config.json"], store), f"config.json of {store.location}")
+    repeated = list[str]()
+    config = read_json(store.files["config.json"], store, repeated)
+    notes += [f"config.json has {key} more than once: the last one counts" for key in repeated]
+    return check(config, f"config.json of {store.location}")
 
 
 _REPAIR = "download it again, or repair it"
 
 
-def read_json(file: File, store: Store) -> dict[str, Any]:
-    """Return the JSON object in a file of the checkpoint. Raises SurgeryError if it is not one."""
+def read_json(file: File, store: Store, repeated: list[str]) -> dict[str, Any]:
+    """Return the JSON object in a file of the checkpoint.
+
+    Keys that an object in it has more than once are added to `repeated`; JSON takes the last.
+    Raises SurgeryError if it is no object.
+    """
+
+    def keep_last(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = Counter(key for key, _ in pairs)
+            repeated.extend(key[:100] for key, count in keys.items() if count > 1)
+        return found
+
     where = f"{file.name} of {store.location}"
     try:
-        value = json.loads(file.path().read_bytes())
+        value = json.loads(file.path().read_bytes(), object_pairs_hook=keep_last)
         # Half a surrogate pair can be read, but it could not be written.
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
@@ -220,7 +241,14 @@ _NOT_MODELS = (
 
 def _indexed(store: Store, index: str) -> list[tuple[File, set[str]]]:
     """Return the files that an index names, each with the tensors that it promises in it."""
-    weight_map = read_json(store.files[index], store).get("weight_map")
+    repeated = list[str]()
+    weight_map = read_json(store.files[index], store, repeated).get("weight_map")
+    if repeated:
+        raise SurgeryError(
+            f"{index} of {store.location} has {repeated[0]} more than once "
+            f"({len(repeated)} such keys)",
+            "restore the index of the checkpoint: two places of a tensor cannot both be right",
+        )
     if not isinstance(weight_map, dict) or not weight_map:
         raise SurgeryError(
             f"{index} of {store.location} has no weight_map", "restore the index of the checkpoint"
@@ -240,6 +268,38 @@ def _indexed(store: Store, index: str) -> list[tuple[File, set[str]]]:
             "download the missing shards",
         )
     return [(store.files[file], tensors) for file, tensors in sorted(names.items())]
+
+
+def _require_gathered(tensors: Mapping[str, LazyTensor]) -> None:
+    """Raise SurgeryError for weights of no values, which ZeRO-3 leaves in the place of its own."""
+    kinds = (".weight", ".bias")
+    if empty := [n for n, t in tensors.items() if t.shape == (0,) and n.endswith(kinds)]:
+        raise SurgeryError(
+            f"{empty[0]} has the shape [0] ({len(empty)} such tensors): the model was saved under "
+            "DeepSpeed ZeRO-3 without gathering its weights",
+            'save it again with "stage3_gather_16bit_weights_on_model_save": true, or run '
+            "zero_to_fp32.py of the training checkpoint",
+        )
+
+
+def _ignored(store: Store, read: set[str]) -> list[str]:
+    """Return notes on weights of the folder that are not among the files that were read.
+
+    Of two models in a folder transformers loads one without a word, and so do we, with a word.
+    """
+    if not read:
+        return []
+    shards = [n for n in store.files if "/" not in n and n.endswith(".safetensors")]
+    others = [n for n in shards if n not in read and not n.startswith(_NOT_MODELS)]
+    if "model.safetensors" in read and INDEX in store.files:
+        others.insert(0, INDEX)
+    if not others:
+        return []
+    what = others[0] if len(others) == 1 else f"{others[0]} and {len(others) - 1} more files"
+    beside = "model.safetensors" if "model.safetensors" in read else f"the {len(read)} shards"
+    return [
+        f"of the source's weights these are ignored, as by transformers, which reads {beside}: {what}"
+    ]
 
 
 def _is_outside(path: PurePosixPath) -> bool:

@@ -27,7 +27,7 @@ from surgery.storage.record import read_record
 from surgery.workflow.checks import check_request, check_run, scratch
 from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.recipe import dump, recipe_of
-from surgery.workflow.record import make_record
+from surgery.workflow.record import make_record, notes_of
 from surgery.workflow.settle import prepare, settle
 from surgery.workflow.verify import verify_folder
 
@@ -139,7 +139,7 @@ def convert(
         verification=found,
         resumed=written.resumed if written else 0,
         already=already,
-        notes=output.all_notes,
+        notes=notes_of(output),
         advice=[a for step in output.steps for a in step.advice],
         remedies=_remedies(output),
         custom_code=output.custom_code,

@@ -23,7 +23,7 @@ from surgery.storage.downloads import bytes_on_disk, bytes_streamed, bytes_to_fe
 from surgery.storage.writer import RECORD, sources
 from surgery.workflow.checks import check_request, check_run
 from surgery.workflow.convert import BASE_MEMORY, RECIPE
-from surgery.workflow.record import make_record
+from surgery.workflow.record import make_record, notes_of
 
 PROBE = 32 << 20  # bytes written to measure the disk
 USUAL_DISK = 5e8  # bytes a second, where the disk cannot be measured
@@ -73,7 +73,7 @@ def describe(
         "time": _time(source, output, plan, existing, verify),
         "exact": output.exact,
         "fingerprint": plan.fingerprint,
-        "notes": [*output.all_notes, *(a for step in output.steps for a in step.advice)],
+        "notes": [*notes_of(output), *(a for step in output.steps for a in step.advice)],
     }
 
 

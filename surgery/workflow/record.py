@@ -12,6 +12,7 @@ from typing import Any
 from surgery import __version__, operations
 from surgery.checkpoint import Checkpoint, Plan, Source, Step
 from surgery.demo import DEMO, MODEL
+from surgery.families import layers_beyond
 from surgery.storage.digest import Digest
 from surgery.storage.record import seen_from
 
@@ -36,6 +37,17 @@ def default_out(checkpoint: Checkpoint, suffix: str) -> Path:
     return Path(f"{checkpoint.source.location.rsplit('/', 1)[-1]}-{suffix}")
 
 
+def notes_of(output: Checkpoint) -> list[str]:
+    """Return what the user should know: of the source, and of each step."""
+    notes = [*output.notes, *(note for step in output.steps for note in step.notes)]
+    if beyond := layers_beyond(output):
+        which = f"layer {beyond[0]}" if len(beyond) == 1 else f"layers {beyond[0]} to {beyond[-1]}"
+        notes.append(
+            f"{which}, beyond the number of layers in config.json: copied as in the source"
+        )
+    return notes
+
+
 def make_record(
     output: Checkpoint,
     plan: Plan,
@@ -58,7 +70,7 @@ def make_record(
         "source": _source(source, folder),
         "command": _without_paths(command),
         "recipe": [_step(s, folder) for s in output.steps],
-        "notes": output.all_notes,
+        "notes": notes_of(output),
         "exact": output.exact,
         "layers": sorted({i for s in output.steps for i in s.layers}),
         "calibration": [s.work.report for s in output.steps if s.work],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +305,46 @@ def test_a_missing_folder_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
             open_checkpoint(location)
     with pytest.raises(SurgeryError, match="no revision"):
         open_checkpoint(write_llama(tmp_path / "m"), revision="main")
+
+
+# --- what is ignored is said ----------------------------------------------------------------------
+
+
+def test_weights_that_are_not_read_are_noted(tmp_path: Path) -> None:
+    """Two models in a folder: which one was read must not be a guess."""
+    folder = write_llama(tmp_path / "m", shards=3)
+    assert open_checkpoint(folder).notes == ()
+    save_file({"a": torch.ones(1)}, folder / "model-00001-of-00002.safetensors")
+    save_file({"a": torch.ones(1)}, folder / "adapter_model.safetensors")
+    (note,) = open_checkpoint(folder).notes
+    assert "reads the 3 shards: model-00001-of-00002.safetensors" in note
+    save_file(TENSORS, folder / "model.safetensors")
+    (note,) = open_checkpoint(folder).notes
+    assert f"reads model.safetensors: {INDEX} and 4 more files" in note
+
+
+def test_a_key_twice(tmp_path: Path) -> None:
+    """JSON takes the last one: said of a config, refused in an index, which names places."""
+    folder = write_llama(tmp_path / "m", shards=3)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("{", '{"rope_theta": 5.0,', 1))
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.notes == ("config.json has rope_theta more than once: the last one counts",)
+    assert checkpoint.config["rope_theta"] == 10000.0
+    index = folder / INDEX
+    twice = '{"weight_map": {"model.norm.weight": "model-00001-of-00003.safetensors",'
+    index.write_text(re.sub(r'\{.*"weight_map": \{', twice, index.read_text(), count=1))
+    with pytest.raises(SurgeryError, match=r"has model\.norm\.weight more than once"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_weights_that_zero_3_left_empty(shards: int, tmp_path: Path) -> None:
+    """The names are all there, and the shapes are [0]."""
+    empty = {n: t if t.ndim == 1 else torch.empty(0, dtype=t.dtype) for n, t in TENSORS.items()}
+    folder = write_llama(tmp_path / "m", tensors=empty, shards=shards)
+    with pytest.raises(SurgeryError) as caught:
+        open_checkpoint(folder)
+    assert "has the shape [0] (16 such tensors)" in caught.value.message
+    assert "DeepSpeed ZeRO-3 without gathering" in caught.value.message
+    assert "stage3_gather_16bit_weights_on_model_save" in caught.value.hint

@@ -20,6 +20,7 @@ from surgery.calibration.data import sample_ids
 from surgery.cli import run
 from surgery.demo import MODEL
 from surgery.errors import SurgeryError
+from surgery.workflow.dry_run import describe
 
 FEW = ("--tokens", "64", "--sequence-length", "32", "--device", "cpu")
 RELUFY = ("relufy", *FEW)
@@ -254,3 +255,21 @@ def test_an_id_to_generate_from_that_has_no_row() -> None:
         SurgeryError, match=r"the bos_token_id of config\.json gives the id 1000000"
     ):
         first_id(wrong)
+
+
+# --- notes ----------------------------------------------------------------------------------------
+
+
+def test_what_is_ignored_is_noted_in_plan_and_record(folder: Path) -> None:
+    """Layers that nothing runs, and weights that nothing reads."""
+    edit_config(folder, num_hidden_layers=1)
+    (folder / "model" / "more.safetensors").write_bytes(b"")
+    source = surgery.open(folder / "model")
+    output = surgery.splinify(source)
+    found = describe(source, output, folder / "out")["notes"]
+    assert any("reads model.safetensors: more.safetensors" in note for note in found)
+    assert any(note.startswith("layer 1, beyond the number of layers") for note in found)
+    surgery.write(output, folder / "out")
+    record = json.loads((folder / "out" / "surgery.json").read_text())
+    assert record["notes"] == found
+    assert "model.layers.1.mlp.up_proj.weight" in surgery.open(folder / "out").tensors
