@@ -316,8 +316,7 @@ def _require_free(blocks: Blocks, chosen: Collection[int]) -> None:
                 f"layer {both[0]} {what}",
                 "give the model from before that, or leave the layer out",
             )
-    if blocks.family.is_moe:
-        block_config.entry(blocks.family, "experts", chosen)  # raises: it has experts
+    blocks.family.require_dense()
 
 
 def _rank(blocks: Blocks, index: int, asked: int) -> int:

@@ -243,6 +243,8 @@ def savings_rows(output: Checkpoint, zeros: Sequence[float]) -> Iterator[Row]:
             own = of_mlp(part.tallies["mlp"]) - bypass
             before += own
             after += own * REMAINING[kernel](zeros[part.index], weights.gated) + bypass
+        if not before:  # experts alone, shared ones among them
+            continue
         unit = "MB" if what == "bytes" else "MFLOP"
         yield Row(
             key=f"left.{what.lower()}",
