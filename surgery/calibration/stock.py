@@ -84,8 +84,9 @@ def meta_model(
     """Build the CausalLM class of the checkpoint in eval mode.
 
     Parameters are on the meta device, buffers are real. Attention is what `from_pretrained`
-    chooses, but eager if scores are soft-capped, since sdpa leaves the cap out. In fp64 (see
-    `calibration/fp64.py`) experts are eager too: grouped_mm has no fp64.
+    chooses, but eager if scores are soft-capped, since sdpa leaves the cap out. Experts are eager
+    too in fp64 (see `calibration/fp64.py`), which grouped_mm lacks, and in odd sizes, which it
+    refuses.
 
     Raises SurgeryError if transformers cannot build the model.
     """
@@ -96,8 +97,6 @@ def meta_model(
         _require_causal(config)
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
             config._attn_implementation = "eager"
-        if dtype == torch.float64:
-            config._experts_implementation = "eager"
         options = {"dtype": dtype, "trust_remote_code": runs_custom_code(checkpoint)}
         try:
             with arithmetic(dtype):
@@ -108,12 +107,23 @@ def meta_model(
                 f"{_first_line(e)}",
                 _remedy(checkpoint),
             ) from e
+    if dtype == torch.float64 or _has_odd_experts(model):
+        model.config._experts_implementation = "eager"
     # The auxiliary loss would want router logits of layers that are not there.
     model.config.output_router_logits = False
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = buffer if buffer is None else buffer.to(device)
     return model.eval()
+
+
+def _has_odd_experts(model: Any) -> bool:
+    """Return whether the rows of some fused experts [E, A, B] are no multiple of 16 bytes.
+
+    torch's grouped_mm refuses such strides: "strides should be multiple of 16 bytes".
+    """
+    fused = (p for p in model.parameters() if p.ndim == 3)
+    return any(size * p.element_size() % 16 for p in fused for size in p.shape[1:])
 
 
 def decoder_layers(model: Any, blocks: Blocks) -> tuple[str, nn.ModuleList]:
