@@ -37,12 +37,15 @@ __all__ = [
 ]
 
 
-def open(location: str | Path, *, revision: str | None = None) -> Checkpoint:
+def open(
+    location: str | Path, *, revision: str | None = None, strip_prefix: str | None = None
+) -> Checkpoint:
     """Open a checkpoint: a folder, a .safetensors file, a Hub id or a URL. Reads headers alone.
 
     Args:
         location: like "./my-model", "Qwen/Qwen3-8B", "Qwen/Qwen3-8B@main" or "s3://bucket/model".
         revision: branch, tag or commit of a Hub id.
+        strip_prefix: what to strip from the names of tensors, like the "module." of a wrapped model.
 
     Raises SurgeryError for what is no checkpoint, or not a whole one.
 
@@ -51,7 +54,7 @@ def open(location: str | Path, *, revision: str | None = None) -> Checkpoint:
         >>> source.parameters
         8190735360
     """
-    return open_checkpoint(location, revision=revision)
+    return open_checkpoint(location, revision=revision, strip_prefix=strip_prefix)
 
 
 def inspect(checkpoint: Checkpoint) -> Weights:

@@ -134,14 +134,11 @@ def entry(family: Family, kind: str, layers: Iterable[int], **spec: Any) -> dict
 
     Raises SurgeryError where the MLP is no module of its own.
     """
-    if not family.mlp or family.is_moe:
-        reason = (
-            "has experts"
-            if family.is_moe
-            else "keeps its MLP's matrices in the layer itself, in no module"
-        )
+    family.require_dense()
+    if not family.mlp:
         raise SurgeryError(
-            f"{family.model_type} {reason}: no {kind} block can take its place",
+            f"{family.model_type} keeps its MLP's matrices in the layer itself, in no module: "
+            f"no {kind} block can take its place",
             "`surgery families` lists dense families",
         )
     gate, up, down = (

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
+from collections import Counter
+from functools import cache, partial
 from typing import Any
 
 from surgery.errors import SurgeryError
@@ -23,7 +24,7 @@ class Unreadable(SurgeryError):  # noqa: N818
     """Text that is not what it should be; the message says where it is from and what is wrong."""
 
 
-def read_json(data: bytes | str, where: str, hint: str) -> Any:
+def read_json(data: bytes | str, where: str, hint: str, repeated: list[str] | None = None) -> Any:
     """Return the value of a JSON text.
 
     Infinity is let through, because configs of state-space models hold it.
@@ -32,13 +33,15 @@ def read_json(data: bytes | str, where: str, hint: str) -> Any:
         data: the text, in UTF-8 where it is bytes.
         where: what it is, for the error: "config.json of ./model".
         hint: what to do about it.
+        repeated: takes the keys that an object has more than once, of which the last counts;
+            without it such keys are an error.
 
     Raises Unreadable where it is no JSON, and where it exceeds a limit.
     """
     try:
         value = json.loads(
             data,
-            object_pairs_hook=_unique,
+            object_pairs_hook=partial(_object, repeated=repeated),
             parse_constant=_constant,
             parse_int=_integer,
             parse_float=_float,
@@ -56,12 +59,13 @@ def read_json(data: bytes | str, where: str, hint: str) -> Any:
 _TOO_DEEP = f"lists and objects are more than {MAX_DEPTH} deep"
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]], repeated: list[str] | None) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise ValueError(f"{twice[:100]!r} stands in it twice")
+        twice = [k[:100] for k, count in Counter(k for k, _ in pairs).items() if count > 1]
+        if repeated is None:
+            raise ValueError(f"{twice[0]!r} stands in it twice")
+        repeated.extend(twice)
     return found
 
 

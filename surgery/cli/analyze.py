@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from surgery.cli.options import strip_prefix
 from surgery.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Run:
     memory_budget: str | None
     seed: int
     revision: str | None
+    strip_prefix: str | None
     trust_remote_code: bool
 
 
@@ -104,6 +106,7 @@ class Run:
     "--seed", default=0, show_default=True, help="Choose other tokens to compute CETT from."
 )
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
+@strip_prefix
 @click.option(
     "--trust-remote-code", is_flag=True, help="Allow code that comes with the checkpoint to run."
 )
@@ -158,7 +161,7 @@ def _open(run: Run) -> tuple[Checkpoint, Sample]:
     from surgery.storage import open_checkpoint
     from surgery.workflow.trust import require_trust
 
-    checkpoint = open_checkpoint(run.model, revision=run.revision)
+    checkpoint = open_checkpoint(run.model, revision=run.revision, strip_prefix=run.strip_prefix)
     require_trust(checkpoint, run.trust_remote_code)
     sample = sample_ids(
         checkpoint,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from surgery.cli.options import strip_prefix
+
 if TYPE_CHECKING:
     from surgery.analysis.weigh import Weights
 
@@ -53,6 +55,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
     help="Draw the shares and the roofline to a .png, .svg or .pdf file.",
 )
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
+@strip_prefix
 def inspect_command(
     model: str,
     device: str,
@@ -62,6 +65,7 @@ def inspect_command(
     as_json: bool,
     plot_file: Path | None,
     revision: str | None,
+    strip_prefix: str | None,
 ) -> None:
     """Weigh MODEL without reading its weights.
 
@@ -85,7 +89,7 @@ def inspect_command(
     from surgery.report import inspection
 
     step_device = parse_device(device)
-    weights, name = _weigh(model, revision)
+    weights, name = _weigh(model, revision, strip_prefix)
     step = decode(weights, step_device, batch=batch, dtype=dtype, context=context)
     if plot_file:
         inspection.plot(weights, step, name, plot_file)
@@ -95,7 +99,7 @@ def inspect_command(
         show(inspection.render(weights, step, name))
 
 
-def _weigh(model: str, revision: str | None) -> tuple[Weights, str]:
+def _weigh(model: str, revision: str | None, prefix: str | None) -> tuple[Weights, str]:
     """Return the weights, and what to call the model."""
     from surgery.analysis.weigh import shapes_of, weigh
 
@@ -107,7 +111,7 @@ def _weigh(model: str, revision: str | None) -> tuple[Weights, str]:
         return weigh(shapes_of(config), config), name
     from surgery.storage import open_checkpoint
 
-    checkpoint = open_checkpoint(model, revision=revision)
+    checkpoint = open_checkpoint(model, revision=revision, strip_prefix=prefix)
     location = Path(checkpoint.source.location)
     name = location.resolve().name if location.exists() else str(checkpoint.source.location)
     return weigh(checkpoint, checkpoint.config), name

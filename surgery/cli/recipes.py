@@ -40,6 +40,7 @@ def run_command(options: dict[str, Any], name: str, changes: Sequence[str]) -> i
     common = CommonOptions(
         model=recipe.location(chosen),
         revision=chosen.revision,
+        strip_prefix=chosen.strip_prefix,
         dtype=None,
         max_shard_size=size,
         finetune=chosen.finetune,

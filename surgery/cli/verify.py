@@ -47,7 +47,8 @@ def verify_command(
     from surgery.workflow.verify import verify_folder
 
     observer = screen.Bars(quiet=quiet or as_json)
-    checkpoint = open_checkpoint(source, revision=revision)
+    prefix = read_record(output)["source"].get("strip_prefix")
+    checkpoint = open_checkpoint(source, revision=revision, strip_prefix=prefix)
     verification = verify_folder(
         checkpoint, output, trust_remote_code, observer, allow_nonfinite=allow_nonfinite
     )

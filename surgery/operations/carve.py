@@ -265,6 +265,7 @@ def _pending(job: Job, base: Checkpoint) -> Pending:
         total=job.blocks.count,
         identity=identity("allocation", job.blocks.checkpoint, job.options),
         choose=lambda progress: {"active": allocate(job, progress), "allocation": "uniform"},
+        check=lambda: job.calibration.require(job.blocks.checkpoint),
         asked={"allocation": "greedy"},
     )
 
@@ -315,8 +316,7 @@ def _require_free(blocks: Blocks, chosen: Collection[int]) -> None:
                 f"layer {both[0]} {what}",
                 "give the model from before that, or leave the layer out",
             )
-    if blocks.family.is_moe:
-        block_config.entry(blocks.family, "experts", chosen)  # raises: it has experts
+    blocks.family.require_dense()
 
 
 def _rank(blocks: Blocks, index: int, asked: int) -> int:
@@ -437,6 +437,7 @@ def _work(job: Job) -> Work:
         lambda work, progress: _run(job, work, progress),
         total=max(job.layers) + 1 if needs_data else len(job.layers),
         peak_memory=peak,
+        check=lambda: job.calibration.require(checkpoint) if needs_data else None,
     )
 
 

@@ -293,6 +293,7 @@ def _pending(job: _Job, base: Checkpoint) -> Pending:
         total=job.blocks.count,
         identity=identity("cheapest layers", job.blocks.checkpoint, job.options),
         choose=lambda progress: {"layers": list(cheapest(job.blocks, job.options, progress))},
+        check=lambda: job.options.calibration.require(job.blocks.checkpoint),
         asked={"layers": "auto", "count": job.options.count},
     )
 
@@ -557,6 +558,7 @@ def _work(job: _Job) -> Work:
         lambda work, progress: _calibrate(job, work, progress),
         total=max(job.layers) + 1,
         peak_memory=peak,
+        check=lambda: options.calibration.require(checkpoint),
     )
 
 

@@ -291,8 +291,8 @@ def _require_possible(blocks: Blocks, options: Options) -> None:
     family, swap, plain = blocks.family, options.swap, options.swap.how.plain
     if family.is_moe and (options.repair != "none" or not plain):
         raise SurgeryError(
-            f"{family.model_type} is a mixture of experts: only relu and relu2 without repair are "
-            "known for it",
+            f"this model is a mixture already: of the experts of {family.model_type} only relu and "
+            "relu2 without repair are known",
             "relufy the dense model first, then upcycle; or give --repair none",
         )
     if not family.activation_key and plain and options.repair == "none":
@@ -401,6 +401,7 @@ def _work(job: _Job) -> Work:
         lambda work, progress: _calibrate(job, work, progress),
         total=max(job.layers) + 1,
         peak_memory=peak,
+        check=lambda: calibration.require(checkpoint),
     )
 
 

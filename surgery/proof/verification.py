@@ -44,6 +44,7 @@ from surgery.proof.parity import Pair
 from surgery.proof.verdict import NOT_COMPARABLE
 
 LENGTH, WINDOW_MARGIN = 512, 64
+TOKENS = 2048  # of each text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +75,11 @@ class Verification:
         }
 
 
+def require_text(source: Checkpoint, output: Checkpoint) -> None:
+    """Raise SurgeryError where the text that a verification runs cannot be had, or not embedded."""
+    quality.texts(source, TOKENS, sequence_length(source, output, exact=output.exact))
+
+
 def verify(
     source: Checkpoint,
     output: Checkpoint,
@@ -82,7 +88,7 @@ def verify(
     layers: Sequence[int] | None = None,
     beside: Mapping[str, Checkpoint] | None = None,
     checks: Iterable[Check] = (),
-    tokens: int = 2048,
+    tokens: int = TOKENS,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     first: Iterable[Row] = (),
@@ -257,6 +263,8 @@ def savings_rows(output: Checkpoint, zeros: Sequence[float]) -> Iterator[Row]:
             own = of_mlp(part.tallies["mlp"]) - bypass
             before += own
             after += own * REMAINING[kernel](zeros[part.index], weights.gated) + bypass
+        if not before:  # experts alone, shared ones among them
+            continue
         unit = "MB" if what == "bytes" else "MFLOP"
         yield Row(
             key=f"left.{what.lower()}",

@@ -51,7 +51,11 @@ _SCHEMA: Schema = {
         "source": {
             "type": "object",
             "required": ["location", "revision"],
-            "properties": {"location": _TEXT, "revision": {"type": ["string", "null"]}},
+            "properties": {
+                "location": _TEXT,
+                "revision": {"type": ["string", "null"]},
+                "strip_prefix": _TEXT,
+            },
         },
         "recipe": {"type": "array", "items": _STEP},
         "layers": {"type": "array", "items": {"type": "integer"}},

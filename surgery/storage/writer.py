@@ -164,8 +164,11 @@ def check_place(out: Path, source: Checkpoint) -> None:
         raise SurgeryError(f"the output {out} is a file", "give a folder with --out")
 
 
-def check_target(plan: Plan, out: Path, source: Checkpoint) -> None:
-    """Raise SurgeryError unless `out` may be written: it is new, empty or an output of this plan."""
+def check_target(plan: Plan | None, out: Path, source: Checkpoint) -> None:
+    """Raise SurgeryError unless `out` may be written: it is new, empty or an output of this plan.
+
+    Without a plan any output of surgery will do.
+    """
     check_place(out, source)
     # A run that was killed before the marker was written leaves these files at most.
     leftovers = {_partial(out / MARKER).name, LOCK, HELD}
@@ -177,7 +180,7 @@ def check_target(plan: Plan, out: Path, source: Checkpoint) -> None:
             f"the folder {out} is not empty and is not an output of surgery",
             "give a new folder with --out, or empty this one",
         )
-    if (begun or finished) != plan.fingerprint:
+    if plan is not None and (begun or finished) != plan.fingerprint:
         state = "unfinished" if begun else "finished"
         remove = command("rm", "-r", "--", out)
         raise SurgeryError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,26 +14,21 @@ from surgery import finetune as training
 from surgery import operations
 from surgery.checkpoint import Checkpoint, Plan, make_plan
 from surgery.errors import SurgeryError
-from surgery.quoting import command
 from surgery.report import card
 from surgery.storage import (
     Written,
     add,
-    check_place,
-    check_space,
-    check_target,
     finish,
-    is_finished,
     write,
 )
 from surgery.storage.lock import held
 from surgery.storage.processes import Group
+from surgery.workflow.checks import check_request, check_run, scratch
 from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.recipe import dump, recipe_of
-from surgery.workflow.record import make_record, read_record
+from surgery.workflow.record import make_record, notes_of, read_record
 from surgery.workflow.settle import prepare, settle
-from surgery.workflow.trust import require_trust
-from surgery.workflow.verify import require_names, verify_folder
+from surgery.workflow.verify import verify_folder
 
 if TYPE_CHECKING:
     from surgery.proof.verification import Verification
@@ -100,8 +95,8 @@ def convert(
     An interrupted run is taken up where it stopped; a finished one is only verified again. Every
     process of a `group` calls this; it returns None in all but the first.
 
-    1. Choices that need a walk are made, and the output is planned.
-    2. Everything that can be known to fail is checked, before the first byte.
+    1. Everything that can be known to fail is checked, before the first byte.
+    2. Choices that need a walk are made, and the output is planned and checked with them.
     3. Calibrations run in the first process; all of them write their share of the shards.
     4. The first process records the output and verifies it.
 
@@ -112,9 +107,7 @@ def convert(
     Raises SurgeryError before the first byte for anything that can be known then.
     """
     observer, group = observer or Silent(), group or Group()
-    require_trust(source, trust_remote_code)
-    check_place(out, source)
-    output = settle(output, scratch(out), observer, group)
+    check_request(source, out, trust_remote_code)
     run = _Run(
         source=source,
         output=output,
@@ -128,6 +121,8 @@ def convert(
         observer=observer,
         group=group,
     )
+    run = _settled(run)
+    output = run.output
     _require_same_plan(run)
     already: bool = group.first(partial(_is_there, run))
     if group.rank:
@@ -149,12 +144,21 @@ def convert(
         verification=found,
         resumed=written.resumed if written else 0,
         already=already,
-        notes=[n for step in output.steps for n in step.notes],
+        notes=notes_of(output),
         advice=[a for step in output.steps for a in step.advice],
         remedies=_remedies(output),
         custom_code=output.custom_code,
         has_zeros=any(r.makes_zeros for s in output.steps if (r := operations.known(s.operation))),
     )
+
+
+def _settled(run: _Run) -> _Run:
+    """Return the run with its pending choices made, after every check that needs none of them."""
+    if not any(step.pending for step in run.output.steps):
+        return run
+    run.group.first(partial(_is_there, run))
+    output = settle(run.output, scratch(run.out), run.observer, run.group)
+    return replace(run, output=output, plan=make_plan(output, run.max_shard_size))
 
 
 def _remedies(output: Checkpoint) -> list[str]:
@@ -171,11 +175,6 @@ def convert_alone(source: Checkpoint, output: Checkpoint, out: Path, **options: 
     return result
 
 
-def scratch(out: Path) -> Path:
-    """Return where calibrations keep their results until they are written: beside the output."""
-    return out.with_name(f"{out.name}.calibration")
-
-
 def _require_same_plan(run: _Run) -> None:
     """Raise SurgeryError where the processes would write different outputs."""
     for number, fingerprint in enumerate(run.group.gather(run.plan.fingerprint)):
@@ -189,19 +188,15 @@ def _require_same_plan(run: _Run) -> None:
 def _is_there(run: _Run) -> bool:
     """Return whether the output is finished already, after every check before the first byte."""
     card.unread(run.source)  # fetched now, so that the Hub is not needed after hours of work
-    check_target(run.plan, run.out, run.source)
-    if is_finished(run.plan, run.out):
-        if run.finetune and run.finetune != read_record(run.out).get("finetune"):
-            remove = command("rm", "-r", "--", run.out)
-            raise SurgeryError(
-                f"{run.out} is finished, and its fine-tune script has other options than these",
-                f"remove it ({remove}) or give another folder with --out",
-            )
-        return True
-    if run.verify:
-        require_names(run.source, run.output)
-    check_space(run.plan, run.out, run.hardlink)  # also for what a calibration will download
-    return False
+    return check_run(
+        run.source,
+        run.output,
+        run.plan,
+        run.out,
+        verify=run.verify,
+        hardlink=run.hardlink,
+        finetune=run.finetune,
+    )
 
 
 def _write(run: _Run) -> Written:

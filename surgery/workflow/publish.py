@@ -20,6 +20,7 @@ from surgery.quoting import code, command
 from surgery.report import card
 from surgery.storage import finish
 from surgery.storage.hub import hub_errors
+from surgery.storage.patience import patiently
 from surgery.storage.writer import MARKER
 from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.record import read_record
@@ -159,7 +160,7 @@ def _plan(
 
 def _require_private(api: HfApi, repo: str, wanted: bool) -> None:
     """Raise SurgeryError where something private would go to a public repository."""
-    if wanted and not api.model_info(repo).private:
+    if wanted and not patiently(lambda: api.model_info(repo)).private:
         raise SurgeryError(
             f"{repo} is there and public", "make it private in its settings, or leave --private out"
         )
@@ -212,7 +213,7 @@ def _tree(api: HfApi, repo: str, revision: str) -> dict[str, str] | None:
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        found = list(api.list_repo_tree(repo, recursive=True, revision=revision))
+        found = patiently(lambda: list(api.list_repo_tree(repo, recursive=True, revision=revision)))
     except RevisionNotFoundError:
         return {}  # a repository without a commit
     except RepositoryNotFoundError as e:
@@ -284,13 +285,17 @@ def _through_pull_request(
     there = _tree(api, plan.repo, revision) or {}
     with observer.stage("pushing", 0, "file") as progress:
         if _differ(folder, plan.files, record, there) or _stale(plan.files, there):
-            api.upload_folder(
-                repo_id=plan.repo,
-                folder_path=folder,
-                revision=revision,
-                commit_message=title,
-                allow_patterns=[glob.escape(n) for n in plan.files],
-                delete_patterns=[glob.escape(n) for n in _stale(plan.files, there)] or None,
+            stale = [glob.escape(n) for n in _stale(plan.files, there)] or None
+            # What was sent before is not sent again.
+            patiently(
+                lambda: api.upload_folder(
+                    repo_id=plan.repo,
+                    folder_path=folder,
+                    revision=revision,
+                    commit_message=title,
+                    allow_patterns=[glob.escape(n) for n in plan.files],
+                    delete_patterns=stale,
+                )
             )
         progress(len(plan.files))
     if wrong := _differ(folder, plan.files, record, _tree(api, plan.repo, revision) or {}):
@@ -300,7 +305,8 @@ def _through_pull_request(
             f"run `surgery verify`, then push again: pull request {number} of {plan.repo} is still "
             "open",
         )
-    if api.get_discussion_details(plan.repo, number).status == "draft":
+    pull = patiently(lambda: api.get_discussion_details(plan.repo, number))
+    if pull.status == "draft":
         api.change_discussion_status(plan.repo, number, "open")
     if not keep_open:
         api.merge_pull_request(plan.repo, number)
@@ -314,5 +320,5 @@ def _through_pull_request(
 
 def _open_pull_request(api: HfApi, repo: str, title: str) -> int | None:
     """Return the pull request that an interrupted push of the same output has left, if any."""
-    found = api.get_repo_discussions(repo, discussion_type="pull_request")
+    found = patiently(lambda: list(api.get_repo_discussions(repo, discussion_type="pull_request")))
     return next((d.num for d in found if d.title == title and d.status in ("draft", "open")), None)

@@ -57,6 +57,7 @@ class Recipe:
     Args:
         source: a folder, a weight file, a Hub id, a URL, or "demo", the embedded model.
         revision: branch, tag or commit of a Hub id.
+        strip_prefix: what to strip from the names of the source's tensors, like "module.".
         calibration: of every operation that takes one and does not say otherwise.
         operations: what is done, in this order, in one pass over the disk.
         dtype: convert weights to bf16, fp16 or fp32 while writing.
@@ -69,6 +70,7 @@ class Recipe:
 
     source: str | None = None
     revision: str | None = None
+    strip_prefix: str | None = None
     calibration: dict[str, Any] = field(default_factory=dict)
     operations: tuple[dict[str, Any], ...]
     dtype: str | None = None
@@ -241,7 +243,9 @@ def location(recipe: Recipe) -> str:
 
 def open_source(recipe: Recipe) -> Checkpoint:
     """Open the source."""
-    return open_checkpoint(location(recipe), revision=recipe.revision)
+    return open_checkpoint(
+        location(recipe), revision=recipe.revision, strip_prefix=recipe.strip_prefix
+    )
 
 
 def apply(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint:
@@ -289,6 +293,7 @@ def recipe_of(
     return Recipe(
         source=DEMO if demo else location,
         revision=source.revision,
+        strip_prefix=source.strip_prefix,
         operations=tuple(_with_paths(entry, place) for entry in entries),
         max_shard_size=max_shard_size,
         verify=verify,

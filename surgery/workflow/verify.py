@@ -10,6 +10,7 @@ from surgery import operations
 from surgery.checkpoint import Checkpoint
 from surgery.checkpoint.row import Row
 from surgery.errors import SurgeryError
+from surgery.families.classes import without_head
 from surgery.operations.operation import Operation, Parameters
 from surgery.proof.integrity import damaged_shards, nonfinite, stray_weights
 from surgery.report import card
@@ -101,19 +102,29 @@ def _beside(
     return operation.beside(source, output, parameters)
 
 
-def require_names(source: Checkpoint, output: Checkpoint) -> None:
-    """Check names and shapes against the model class, before the first byte.
+def require_verifiable(source: Checkpoint, output: Checkpoint) -> None:
+    """Check, before the first byte, that a verification could run: names, shapes and text.
 
-    Raises SurgeryError where the output could not load.
+    Raises SurgeryError where the output could not load, or the text not be read.
     """
+    from surgery.proof.verification import require_text
+
+    _require_names(source, output)
+    require_text(source, output)
+
+
+def _require_names(source: Checkpoint, output: Checkpoint) -> None:
     from surgery.calibration.stock import check_names
     from surgery.proof.verification import name_rows
 
-    for row in name_rows(check_names(source), check_names(output)):
+    before = check_names(source)
+    if error := without_head(source, before.missing):
+        raise error
+    for row in name_rows(before, check_names(output)):
         if not row.passed:
             raise SurgeryError(
                 f"{row.check}: {row.detail[0]} ({row.value} such)",
-                "the checkpoint does not fit its config.json: download it again, or repair that",
+                "config.json is of other weights: check its sizes and its architectures",
             )
 
 
