@@ -24,7 +24,7 @@ from surgery.calibration.settings import Calibration
 from surgery.calibration.walk import Layer
 from surgery.checkpoint import Progress, Work
 from surgery.families import Blocks
-from surgery.fitting.repair import FEEDBACK, Rows
+from surgery.fitting.rows import FEEDBACK, Rows
 
 T = TypeVar("T")
 
