@@ -25,7 +25,7 @@ from surgery.calibration.walk import Layer
 from surgery.checkpoint import LazyTensor, Progress, Work
 from surgery.errors import SurgeryError
 from surgery.families import Blocks
-from surgery.fitting.repair import FEEDBACK, Rows
+from surgery.fitting.rows import FEEDBACK, Rows
 
 T = TypeVar("T")
 
