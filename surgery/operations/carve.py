@@ -154,20 +154,19 @@ class Job:
     def _entry(self, layers: list[int]) -> dict[str, Any]:
         split, mlp = self.splits[layers[0]], self.blocks.mlp(layers[0])
         width, trained = mlp.width // split.experts, split.router == "trained"
-        return block_config.experts_entry(
-            self.blocks.family,
-            layers,
+        options = block_config.Experts(
             experts=split.routed,
             width=width,
             top_k=split.top_k,
-            shared=split.shared * width,
+            shared_neurons=split.shared * width,
             router=KINDS[split.router],
             weights="scaled",
             router_bias=trained or (split.router == "analytic" and mlp.biased),
             router_width=ROUTER_WIDTH if trained else 0,
             bypass=split.bypass,
-            sparse=block_config.sparse_entry_of(self.blocks.checkpoint.config, layers[0]),
         )
+        sparse = block_config.sparse_entry_of(self.blocks.checkpoint.config, layers[0])
+        return block_config.experts_entry(self.blocks.family, layers, options, sparse)
 
 
 def carve(

@@ -156,9 +156,7 @@ class _Job:
     @property
     def entry(self) -> dict[str, Any]:
         """The `surgery_blocks` entry of the layers. Raises SurgeryError where no block fits."""
-        return block_config.sparse_entry(
-            self.blocks.family,
-            self.layers,
+        options = block_config.Sparse(
             rule=self.options.swap.rule,
             activation=self.act,
             per_neuron=self.options.per_neuron,
@@ -166,6 +164,7 @@ class _Job:
             bypass=self.rank,
             relu_after=self.norms,
         )
+        return block_config.sparse_entry(self.blocks.family, self.layers, options)
 
 
 def relufy(

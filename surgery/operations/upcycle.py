@@ -396,16 +396,15 @@ def _wide(job: _Job, index: int) -> Mlp:
 def _entry(job: _Job) -> dict[str, Any]:
     """Return the `surgery_blocks` entry that computes a `_wide` MLP as a mixture."""
     shape, target = job.choice.shape, job.choice.target
-    return block_config.experts_entry(
-        job.source.family,
-        job.layers,
+    options = block_config.Experts(
         experts=shape.experts,
         width=shape.expert_width,
         top_k=shape.top_k,
-        shared=shape.shared * shape.expert_width,
+        shared_neurons=shape.shared * shape.expert_width,
         group=shape.shards,
         factor=shape.factor if target.groups else 1.0,
     )
+    return block_config.experts_entry(job.source.family, job.layers, options)
 
 
 def _mixture_of(job: _Job) -> Mixture:
