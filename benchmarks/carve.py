@@ -24,8 +24,10 @@ from surgery.analysis.sweep import Point, Sweep
 from surgery.calibration.install import observe
 from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint
-from surgery.fitting import carved_mlp, repair
+from surgery.fitting import carved_mlp
 from surgery.fitting.expert_split import ExpertSplit
+from surgery.fitting.neurons import Neurons
+from surgery.fitting.rows import Rows
 from surgery.operations import carve
 from surgery.operations.relufy import relufy
 from surgery.storage import open_checkpoint
@@ -97,12 +99,12 @@ def held(source: Checkpoint, options: argparse.Namespace) -> None:
 
 
 def _held(
-    source: Checkpoint, index: int, rows: repair.Rows, cut: carved_mlp.ExpertSplit
+    source: Checkpoint, index: int, rows: Rows, cut: carved_mlp.ExpertSplit
 ) -> tuple[str, ...]:
     blocks = carve.locate(source)
-    carved, _ = carved_mlp.fit(repair.Neurons.at(blocks, index), rows, cut, {})
+    carved, _ = carved_mlp.fit(Neurons.at(blocks, index), rows, cut, {})
     z, y = rows.z[rows.fitted :], rows.y[rows.fitted :]
-    h = repair.Neurons.product(carved, z)
+    h = Neurons.product(carved, z)
     energy = (h * carved.norm).square()
     best = energy.topk(h.shape[1] * cut.active // cut.experts, dim=1)
     alone = torch.zeros_like(h).scatter_(1, best.indices, 1.0)

@@ -62,7 +62,8 @@ def main() -> None:
     dtype = choose_dtype(a.dtype, a.device)
     tokens = torch.randn(a.tokens, a.hidden).to(dtype).to(a.device)
     activation = "silu" if a.rule == "teal" else "relu"
-    entry = block_config.sparse_entry(known()["llama"], (), rule=a.rule, activation=activation)
+    options = block_config.Sparse(rule=a.rule, activation=activation)
+    entry = block_config.sparse_entry(known()["llama"], (), options)
     dense, skipping = (
         SparseMLP(Mlp(a.hidden, a.width, dtype), entry).to(a.device).eval() for _ in range(2)
     )

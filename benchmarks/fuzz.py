@@ -46,7 +46,7 @@ from surgery.storage.record import read_record
 from surgery.workflow import recipe
 from surgery.workflow.observer import Silent
 from surgery.workflow.trust import require_trust
-from surgery.workflow.verify import check_files, require_names
+from surgery.workflow.verify import check_files, require_verifiable
 
 SECONDS, MEMORY = 10, 1 << 30  # of one input; of all of them
 HOSTILE: tuple[Any, ...] = (
@@ -359,7 +359,7 @@ def names(room: Room, draw: random.Random) -> None:
     room.put(room.model, **{"config.json": changed(draw, CONFIG, as_json)})
     checkpoint = open_checkpoint(room.model)
     require_trust(checkpoint, False)
-    require_names(checkpoint, checkpoint)
+    require_verifiable(checkpoint, checkpoint)
 
 
 RECIPE = {

@@ -23,7 +23,7 @@ from pathlib import Path
 from convert import SURGERY, run
 
 from surgery.families import locate
-from surgery.fitting.repair import CHUNK
+from surgery.fitting.rows import CHUNK
 from surgery.storage import open_checkpoint
 
 COMMANDS: dict[str, list[str]] = {  # in this order: a verify checks what the one before it wrote

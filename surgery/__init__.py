@@ -56,9 +56,9 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("surgery.api"), name)
     # `from surgery import files` asks here before it imports the module.
     if not name.startswith("_") and importlib.util.find_spec(f"surgery.{name}") is None:
-        operation = importlib.import_module("surgery.operations").known(name)
-        if operation is not None:
-            return operation.function
+        operations = importlib.import_module("surgery.operations")
+        if name in operations.names():
+            return operations.find(name).function
     raise AttributeError(f"module 'surgery' has no attribute {name!r}")
 
 

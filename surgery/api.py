@@ -39,12 +39,15 @@ __all__ = [
 ]
 
 
-def open(location: str | Path, *, revision: str | None = None) -> Checkpoint:
+def open(
+    location: str | Path, *, revision: str | None = None, strip_prefix: str | None = None
+) -> Checkpoint:
     """Open a checkpoint: a folder, a .safetensors file, a Hub id or a URL. Reads headers alone.
 
     Args:
         location: like "./my-model", "Qwen/Qwen3-8B", "Qwen/Qwen3-8B@main" or "s3://bucket/model".
         revision: branch, tag or commit of a Hub id.
+        strip_prefix: what to strip from the names of tensors, like the "module." of a wrapped model.
 
     Raises SurgeryError for what is no checkpoint, or not a whole one.
 
@@ -53,7 +56,7 @@ def open(location: str | Path, *, revision: str | None = None) -> Checkpoint:
         >>> source.parameters
         8190735360
     """
-    return open_checkpoint(location, revision=revision)
+    return open_checkpoint(location, revision=revision, strip_prefix=strip_prefix)
 
 
 def inspect(checkpoint: Checkpoint) -> Weights:
@@ -148,13 +151,21 @@ def write(
     return result.folder
 
 
-def verify(source: Checkpoint, out: str | Path, *, trust_remote_code: bool = False) -> Verification:
+def verify(
+    source: Checkpoint,
+    out: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    allow_nonfinite: bool = False,
+) -> Verification:
     """Prove the output in the folder `out` against the source it was made from.
 
     The result also goes into its surgery.json.
 
     Args:
         trust_remote_code: let code that comes with the checkpoints run.
+        allow_nonfinite: let a source pass whose logits are NaN or Inf, although nothing can be
+            compared with it.
 
     Raises SurgeryError for a folder that surgery did not write.
 
@@ -162,7 +173,8 @@ def verify(source: Checkpoint, out: str | Path, *, trust_remote_code: bool = Fal
         >>> surgery.verify(surgery.open("Qwen/Qwen3-8B"), "Qwen3-8B-moe").passed
         True
     """
-    return verify_folder(source, _folder(out), trust_remote_code)
+    folder = _folder(out)
+    return verify_folder(source, folder, trust_remote_code, allow_nonfinite=allow_nonfinite)
 
 
 def _folder(out: str | Path) -> Path:

@@ -169,7 +169,8 @@ class _Handler(Writes, BaseHTTPRequestHandler):
             self.close_connection = True  # The client was killed.
         except RefusedError as e:
             self.hub.count(f"{self.command} {url.path}")
-            self._answer(e.status, b"{}", {"X-Error-Code": e.code, "X-Error-Message": e.code})
+            headers = {"X-Error-Code": e.code, "X-Error-Message": e.code, "Retry-After": "0"}
+            self._answer(e.status, b"{}", headers)
 
     do_GET = do_HEAD = do_POST = do_PUT = _serve  # noqa: N815
 

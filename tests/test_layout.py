@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "surgery"
 FLOORS = (
-    ("errors",),
+    ("errors", "quoting"),
     ("files",),
     ("checkpoint", "demo"),
     ("storage",),

@@ -178,8 +178,7 @@ def test_a_failed_verification_is_exit_code_1(
         rows = sound(*reports)
         return [*rows, verification.none_of("planted", "planted", ["a fault"])]
 
-    monkeypatch.setattr("surgery.workflow.verify.require_names", lambda *_: None)
-    monkeypatch.setattr("surgery.workflow.convert.require_names", lambda *_: None)
+    monkeypatch.setattr("surgery.workflow.checks.require_verifiable", lambda *_: None)
     monkeypatch.setattr(verification, "name_rows", failing)
     for command in (["upcycle", "--experts", "2"], ["relufy", "--repair", "none"]):
         out = tmp_path / command[0]

@@ -501,15 +501,14 @@ class _Observers:
         return [*self.dense.values(), *self.routed.values(), self.stream]
 
     def update(self, taps: Taps, where: Mapping[str, Any]) -> None:
-        if self.dense:
-            seen = taps.dense(**where)
-            update_all([*self.dense.values(), self.stream], seen)
+        # Also of a layer without an MLP, such as one of a hybrid, the stream is looked at.
+        update_all([*self.dense.values(), self.stream], taps.dense(**where))
         if self.routed:
             seen = taps.routed(**where)
             if seen.expert is not None:
                 self.routed.setdefault("product", Histogram("product", EVERY))
                 self.routed.setdefault("gate", Histogram("gate"))
-            update_all([*self.routed.values(), *(() if self.dense else (self.stream,))], seen)
+            update_all([*self.routed.values()], seen)
 
 
 def analyze(

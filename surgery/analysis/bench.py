@@ -270,7 +270,8 @@ def skipping_mlp(mlp: nn.Module, family: Family, activation: str) -> Any:
     elif activation in ZEROING:
         from surgery.blocks.sparse_mlp import SparseMLP
 
-        entry = block_config.sparse_entry(family, (), rule="plain", activation=activation)
+        plain = block_config.Sparse(rule="plain", activation=activation)
+        entry = block_config.sparse_entry(family, (), plain)
         skipping = SparseMLP(copy.deepcopy(mlp), entry)
     else:
         return None

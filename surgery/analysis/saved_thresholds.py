@@ -5,7 +5,6 @@ Operations that need a threshold per layer can take them from there instead of w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,10 @@ from surgery.analysis.fingerprint import fingerprint
 from surgery.blocks.rules import RULES
 from surgery.calibration.collectors import Distribution, edges
 from surgery.checkpoint import Checkpoint
+from surgery.checkpoint.parsing import read_json
 from surgery.errors import SurgeryError, UsageError
-from surgery.files import content, expanded
+from surgery.files import JSON_LIMIT, content, expanded
+from surgery.quoting import shell
 
 # Takes the distributions of a layer, the sparsity and the activation; returns a threshold.
 Quantile = Callable[[Mapping[str, Distribution], float, str], float]
@@ -48,7 +49,7 @@ def thresholds(
     if report.get("fingerprint") != fingerprint(checkpoint):
         raise SurgeryError(
             f"{folder} is the analysis of another model than {checkpoint.source.location}",
-            f"analyze this very model: surgery analyze MODEL --out {folder}",
+            f"analyze this very model: {_again(folder)}",
         )
     act, how = str(report["activation"]), RULES[rule]
     chosen = []
@@ -59,9 +60,14 @@ def thresholds(
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as e:
             raise SurgeryError(
                 f"{folder} has no whole figures of the MLP of layer {index} ({type(e).__name__})",
-                f"leave the layer out, or analyze again: surgery analyze MODEL --out {folder}",
+                f"leave the layer out, or analyze again: {_again(folder)}",
             ) from None
     return chosen if how.least is None else [max(how.least, t) for t in chosen]
+
+
+def _again(folder: Path) -> str:
+    """Return the command that analyzes a model into `folder`."""
+    return f"surgery analyze MODEL --out {shell(str(folder))}"
 
 
 def _mlp_of(report: Mapping[str, Any], index: int) -> Mapping[str, Any]:
@@ -74,9 +80,10 @@ def _mlp_of(report: Mapping[str, Any], index: int) -> Mapping[str, Any]:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    hint = f"run surgery analyze MODEL --out {folder}"
+    hint = f"run {_again(folder)}"
     try:
-        report = json.loads(content(folder / "analysis.json"))
+        path = folder / "analysis.json"
+        report = read_json(content(path, JSON_LIMIT), str(path), hint)
         tensors = load_file(folder / "analysis.safetensors")
     except (OSError, ValueError, SafetensorError) as e:
         raise SurgeryError(f"no analysis in {folder}: {e}", hint) from None

@@ -1,3 +1,3 @@
-"""Custom-code blocks: what is saved with a checkpoint that no class of transformers computes. One
-file each.
+"""Custom-code blocks: each is a file that is saved with a checkpoint, where no class of
+transformers computes the result.
 """

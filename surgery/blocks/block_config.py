@@ -1,10 +1,12 @@
-"""The entries of `surgery_blocks` in config.json: which layers have a custom-code block, of which
-kind and size.
+"""The entries of `surgery_blocks` in config.json, which say which layers have a custom-code block,
+and of which kind and size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from surgery.blocks.rules import RULES
@@ -21,32 +23,35 @@ AUTO_MAP = {
 
 
 def base_type(config: Mapping[str, Any]) -> str:
-    """The model_type that the code of a config builds on: "llama" of a "llama" and of a
-    "surgery_llama".
+    """Return the model_type that the code of a config builds on.
+
+    That is "llama" both for "llama" and for "surgery_llama".
     """
     return str(config.get("model_type")).removeprefix(OPERATED)
 
 
 def kinds(config: Mapping[str, Any]) -> list[str]:
-    """The kinds of block in a config, each once."""
+    """Return the kinds of block in a config, each once."""
     return list(dict.fromkeys(entry["kind"] for entry in config.get("surgery_blocks") or ()))
 
 
 def changed(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The entries of a config but for those that only gather the parts of MLPs, and change
-    nothing.
+    """Return the entries of a config that change what its layers compute.
+
+    Entries that only gather the parts of MLPs into a module are left out.
     """
     return [entry for entry in config.get("surgery_blocks") or () if entry["kind"] != "gathered"]
 
 
 def sparse_entry_of(config: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """The entry of layer `index`'s sparse block; empty where it has none."""
+    """Return the entry of the sparse block of layer `index`, empty where it has none."""
     return next((e for e in changed(config) if e["kind"] == "sparse" and index in e["layers"]), {})
 
 
 def shared_modules(config: Mapping[str, Any], index: int | None = None) -> list[str]:
-    """The modules that blocks of layer `index` (None: of any) read and the body owns: names in the
-    body.
+    """Return the names of the modules that blocks of layer `index` read and the body owns.
+
+    With None they are those of all layers.
     """
     blocks = config.get("surgery_blocks") or ()
     return [
@@ -59,16 +64,16 @@ def shared_modules(config: Mapping[str, Any], index: int | None = None) -> list[
 def config_changes(
     config: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The fields of config.json that make it load with our code, `entries` after those that it has;
-    one that computes what a sparse block does, in parts, takes its place.
+    """Return the fields of config.json that make a checkpoint load with our code.
 
-    Raises SurgeryError for a multimodal config, one with code of its own, or a layer that has a
-    block of the kind.
+    `entries` come after those that it has. Experts of a sparse MLP compute the products of its
+    sparse block themselves, so their entry takes the place of that block's. Raises SurgeryError for
+    a multimodal config, one with code of its own, or a layer whose block the new one cannot join.
     """
     base, blocks = base_type(config), list(config.get("surgery_blocks") or ())
     if config.get("text_config"):
         raise SurgeryError(
-            f"{base} is multimodal: its other towers have no place in the code that goes along",
+            f"{base} is multimodal: custom code has no place for its other towers",
             "give its language model as a checkpoint of its own",
         )
     if config.get("auto_map", AUTO_MAP) != AUTO_MAP:
@@ -76,28 +81,10 @@ def config_changes(
             f"this {base} brings code of its own, which ours would replace", "give a model without"
         )
     for entry in map(dict, entries):
-        blocks = (
-            _less_sparse(blocks, entry["layers"])
-            if entry["kind"] == "experts" and "rule" in entry
-            else blocks
-        )
+        if entry["kind"] == "experts" and "rule" in entry:
+            blocks = _less_sparse(blocks, entry["layers"])
         for old in (b for b in blocks if b["kind"] != "gathered"):
-            same, both = old["kind"] == entry["kind"], {old["kind"], entry["kind"]}
-            again = sorted(set(old["layers"]) & set(entry["layers"]))
-            if again and same:
-                raise SurgeryError(
-                    f"layer {again[0]} has a {entry['kind']} block already", "leave that layer out"
-                )
-            rebuilt = (
-                old["kind"] in ("spline", "memory") and entry["kind"] != "memory"
-            )  # which would lose what they added
-            if again and (
-                "experts" in both or rebuilt
-            ):  # built from a stock MLP, and read by nothing that wants one
-                raise SurgeryError(
-                    f"layer {again[0]} has a {old['kind']} block, and cannot have one of {entry['kind']} too",
-                    "leave that layer out, or operate on the model that it was made of",
-                )
+            _require_joinable(old, entry)
         blocks.append(entry)
     changes = {
         "model_type": OPERATED + base,
@@ -108,8 +95,29 @@ def config_changes(
     return changes | _tokenizer(config, base)
 
 
+def _require_joinable(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Require that no layer of the entry `old` has a block that `new` cannot join.
+
+    Raises SurgeryError.
+    """
+    again = sorted(set(old["layers"]) & set(new["layers"]))
+    if again and old["kind"] == new["kind"]:
+        raise SurgeryError(
+            f"layer {again[0]} has a {new['kind']} block already", "leave that layer out"
+        )
+    # Experts are built from a stock MLP, and no other block can be built from experts. A block
+    # built from a spline or a memory would lose what those added, unless it is a memory.
+    experts = "experts" in (old["kind"], new["kind"])
+    loses = old["kind"] in ("spline", "memory") and new["kind"] != "memory"
+    if again and (experts or loses):
+        raise SurgeryError(
+            f"layer {again[0]} has a {old['kind']} block, and cannot have one of {new['kind']} too",
+            "leave that layer out, or operate on the model that it was made of",
+        )
+
+
 def _less_sparse(blocks: Iterable[Mapping[str, Any]], layers: Collection[int]) -> list[Any]:
-    """`blocks` without the sparse ones of these layers."""
+    """Return `blocks` without the sparse ones of these layers."""
     left = (
         {**b, "layers": [i for i in b["layers"] if b["kind"] != "sparse" or i not in layers]}
         for b in blocks
@@ -118,8 +126,11 @@ def _less_sparse(blocks: Iterable[Mapping[str, Any]], layers: Collection[int]) -
 
 
 def _tokenizer(config: Mapping[str, Any], base: str) -> dict[str, str]:
-    """The tokenizer that transformers takes for the model_type of the source: it has none for ours,
-    and the tokenizer's own files need not say (gpt2's do not)."""
+    """Return the field that names the tokenizer class of the source's model_type.
+
+    transformers knows no tokenizer for our model_type, and the tokenizer's own files need not name
+    one (gpt2's do not). The result is empty where the config names one or transformers knows none.
+    """
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
     names = TOKENIZER_MAPPING_NAMES.get(base)  # transformers 4: a pair, slow and fast
@@ -129,19 +140,16 @@ def _tokenizer(config: Mapping[str, Any], base: str) -> dict[str, str]:
 
 
 def entry(family: Family, kind: str, layers: Iterable[int], **spec: Any) -> dict[str, Any]:
-    """An entry of `surgery_blocks`: where the family keeps its MLP, and `spec`, which the block
-    reads.
+    """Return an entry of `surgery_blocks`.
 
-    Raises SurgeryError where the MLP is no module of its own.
+    It says where the family keeps its MLP, and has `spec`, which the block reads. Raises
+    SurgeryError where the MLP is no module of its own.
     """
-    if not family.mlp or family.is_moe:
-        reason = (
-            "has experts"
-            if family.is_moe
-            else "keeps its MLP's matrices in the layer itself, in no module"
-        )
+    family.require_dense()
+    if not family.mlp:
         raise SurgeryError(
-            f"{family.model_type} {reason}: no {kind} block can take its place",
+            f"{family.model_type} keeps its MLP's matrices in the layer itself, in no module: "
+            f"no {kind} block can take its place",
             "`surgery families` lists dense families",
         )
     gate, up, down = (
@@ -163,29 +171,36 @@ def entry(family: Family, kind: str, layers: Iterable[int], **spec: Any) -> dict
 
 
 def gathered_entry(family: Family, layers: Iterable[int]) -> dict[str, Any]:
-    """An entry for the block of gathered_mlp.py, of a family whose MLPs stand in the layer
-    itself.
+    """Return an entry for the block of gathered_mlp.py.
+
+    The family is one whose layers have the parts of their MLP in themselves, in no module.
     """
     return {**entry(family.gathered, "gathered", layers), "parts": list(family.loose)}
 
 
-def sparse_entry(
-    family: Family,
-    layers: Iterable[int],
-    *,
-    rule: str,
-    activation: str,
-    per_neuron: bool = False,
-    inputs: bool = False,
-    correction: bool = False,
-    bypass: int = 0,
-    relu_after: Iterable[str] = (),
-) -> dict[str, Any]:
-    """An entry for the block of sparse_mlp.py, where `rule` and the options are explained; a ReLU
-    follows the norms `relu_after` (paths in a decoder layer): stage 2 of ReLU Strikes Back.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sparse:
+    """Options of the block of sparse_mlp.py, where they are explained.
+
+    A ReLU follows the norms `relu_after` (paths in a decoder layer), which is stage 2 of ReLU
+    Strikes Back.
+    """
+
+    rule: str
+    activation: str
+    per_neuron: bool = False
+    inputs: bool = False
+    correction: bool = False
+    bypass: int = 0
+    relu_after: Sequence[str] = ()
+
+
+def sparse_entry(family: Family, layers: Iterable[int], options: Sparse) -> dict[str, Any]:
+    """Return an entry for the block of sparse_mlp.py.
 
     Raises SurgeryError for a rule that the family's MLP cannot have.
     """
+    rule = options.rule
     if rule not in RULES:
         raise SurgeryError(f"no rule {rule!r} is known", f"one of: {', '.join(RULES)}")
     if RULES[rule].gated and not family.gated:
@@ -193,23 +208,15 @@ def sparse_entry(
             f"{family.model_type} has no gate, and {rule} is about gate and up",
             "choose another rule",
         )
-    return entry(
-        family,
-        "sparse",
-        layers,
-        rule=rule,
-        activation=activation,
-        per_neuron=per_neuron,
-        inputs=inputs,
-        correction=correction,
-        bypass=bypass,
-        relu_after=list(relu_after),
-    )
+    spec = dataclasses.asdict(options) | {"relu_after": list(options.relu_after)}
+    return entry(family, "sparse", layers, **spec)
 
 
 def sparse_tensors(entry: Mapping[str, Any], hidden: int, width: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of what such a block has beside the weights, by path in a decoder layer.
-    Thresholds are F32, correction and bypass have the dtype of the weights."""
+    """Return the shapes of what a sparse block has beside the weights, by path in a decoder layer.
+
+    Thresholds are F32, correction and bypass have the dtype of the weights.
+    """
     neurons = (width,) if entry["per_neuron"] else (1,)
     shapes = {
         **dict.fromkeys(RULES[entry["rule"]].thresholds, neurons),
@@ -221,8 +228,9 @@ def sparse_tensors(entry: Mapping[str, Any], hidden: int, width: int) -> dict[st
 
 
 def bypass_tensors(entry: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of a linear map beside the MLP, by path in a decoder layer, in the dtype of the
-    weights.
+    """Return the shapes of a linear map beside the MLP, by path in a decoder layer.
+
+    Its tensors have the dtype of the weights.
     """
     rank = entry.get("bypass", 0)
     shapes = {"bypass_in": (rank, hidden), "bypass_out": (hidden, rank)}
@@ -233,81 +241,82 @@ def bypass_tensors(entry: Mapping[str, Any], hidden: int) -> dict[str, tuple[int
     }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """Options of the block of experts_mlp.py.
+
+    Args:
+        experts: how many there are.
+        width: neurons of each.
+        shared_neurons: neurons that are always active; they come first.
+        top_k: experts that are active.
+        activation: a name of transformers' ACT2FN; "" is that of the MLP.
+        router: how the logits come about; one of ROUTERS, explained in experts_mlp.py.
+        weights: what the chosen experts are multiplied by; one of ROUTING_WEIGHTS, explained there.
+        group: how many neighbouring experts are chosen together.
+        factor: what renormalised weights are multiplied by.
+        router_bias: whether the router has biases.
+        router_width: rows of the first matrix of the router "mlp".
+        router_activation: the function in the router "mlp".
+        bypass: rank of a linear map beside the MLP.
+    """
+
+    experts: int
+    width: int
+    shared_neurons: int = 0
+    top_k: int
+    activation: str = ""
+    router: str = "linear"
+    weights: str = "renormalised"
+    group: int = 1
+    factor: float = 1.0
+    router_bias: bool = False
+    router_width: int = 0
+    router_activation: str = "tanh"
+    bypass: int = 0
+
+    @property
+    def possible(self) -> bool:
+        """Return whether the numbers fit together."""
+        wide = (self.router == "mlp") == bool(self.router_width)
+        counted = 1 <= self.top_k <= self.experts
+        return wide and counted and not (self.experts % self.group or self.top_k % self.group)
+
+
 def experts_entry(
     family: Family,
     layers: Iterable[int],
-    *,
-    experts: int,
-    width: int,
-    top_k: int,
-    activation: str = "",
-    shared: int = 0,
-    router: str = "linear",
-    weights: str = "renormalised",
-    group: int = 1,
-    factor: float = 1.0,
-    router_bias: bool = False,
-    router_width: int = 0,
-    router_activation: str = "tanh",
-    bypass: int = 0,
+    options: Experts,
     sparse: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """An entry for the block of experts_mlp.py: `experts` of `width` neurons, `top_k` of them
-    active, after `shared` neurons that always are. `router`, `weights`, `group` and `factor` are
-    explained there; `activation` "" is that of the MLP; `router_width` and `router_activation` are
-    of the router "mlp"; `bypass` is the rank of a linear map beside the MLP; `sparse` is the entry
-    of a sparse block whose products the experts have.
+    """Return an entry for the block of experts_mlp.py.
 
-    Raises SurgeryError where no block can take the MLP's place.
+    `sparse` is the entry of a sparse block whose products the experts have. Raises SurgeryError
+    where no block can take the MLP's place.
     """
-    if router not in ROUTERS or weights not in ROUTING_WEIGHTS:
+    o = options
+    if o.router not in ROUTERS or o.weights not in ROUTING_WEIGHTS:
         raise SurgeryError(
-            f"no router {router!r} with weights {weights!r} is known",
+            f"no router {o.router!r} with weights {o.weights!r} is known",
             f"routers: {', '.join(ROUTERS)}; weights: {', '.join(ROUTING_WEIGHTS)}",
         )
-    if (
-        not 1 <= top_k <= experts
-        or experts % group
-        or top_k % group
-        or (router == "mlp") != bool(router_width)
-    ):
+    if not o.possible:
         raise SurgeryError(
-            f"{top_k} of {experts} experts, {group} at a time, behind a router of width {router_width}",
+            f"{o.top_k} of {o.experts} experts, {o.group} at a time, "
+            f"behind a router of width {o.router_width}",
             "all at least 1, multiples of those chosen together; a width for the router mlp alone",
         )
-    kept = (
-        {
-            key: sparse[key]
-            for key in ("activation", "rule", "per_neuron", "correction", "relu_after")
-        }
-        if sparse
-        else {}
-    )
-    made = entry(
-        family,
-        "experts",
-        layers,
-        experts=experts,
-        width=width,
-        shared_neurons=shared,
-        top_k=top_k,
-        activation=activation,
-        router=router,
-        weights=weights,
-        group=group,
-        factor=factor,
-        router_bias=router_bias,
-        router_width=router_width,
-        router_activation=router_activation,
-        bypass=bypass,
-    )
-    return made | kept
+    keys = ("activation", "rule", "per_neuron", "correction", "relu_after")
+    kept = {key: sparse[key] for key in keys} if sparse else {}
+    return entry(family, "experts", layers, **dataclasses.asdict(options)) | kept
 
 
 def router_tensors(entry: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of such a block's router, by path in a decoder layer; F32. The MLP's own tensors
-    keep their names and have shared + experts · width neurons: the shared ones, then those of each
-    expert."""
+    """Return the shapes of the router of an experts block, by path in a decoder layer; all F32.
+
+    The MLP's own tensors keep their names. They have shared + experts · width neurons: the shared
+    ones, then those of each expert.
+    """
     e, kind = entry["experts"], entry["router"]
     first = (
         entry["router_width"] if kind == "mlp" else e if kind == "neurons" and entry["gate"] else 0

@@ -1,11 +1,9 @@
 """The code that is saved with a checkpoint whose function no class of transformers computes.
 
 `modeling_surgery.py` is the shell: the source's model class with blocks put in. Each kind of block
-is a file beside it.
-Both are copied as they are, except for three lines of the shell: the blocks it imports, BASE and
-BLOCKS.
-They import transformers and torch alone, and name no architecture: config.json says where things
-are.
+is a file beside it. Both are copied as they are, except for three lines of the shell: the blocks it
+imports, BASE and BLOCKS. They import transformers and torch alone, and name no architecture:
+config.json says where things are.
 """
 
 from __future__ import annotations
@@ -23,22 +21,24 @@ from surgery.checkpoint.config import BLOCKS
 from surgery.families import locate
 
 NEEDS_TRUST = (
-    "loads with trust_remote_code=True: its code goes along; "
+    "loads with trust_remote_code=True: its code is saved with the checkpoint; "
     "other runtimes (llama.cpp, vLLM) cannot run it"
 )
 SHELL = "modeling_surgery.py"
-# A kind whose file imports from another's: transformers 4 copies only what the shell imports itself.
+# Kinds whose file imports from another's. The shell must import that one too, because transformers
+# 4 copies only what the shell imports itself.
 NEEDS = {"experts": "sparse"}
 
 
 def files(base: str, kinds: Collection[str]) -> dict[str, bytes]:
-    """The files that go beside the weights, by name."""
+    """Return the files of code that are saved beside the weights, by name."""
     needed = {*kinds, *(NEEDS[kind] for kind in kinds if kind in NEEDS)}
     modules = [BLOCKS[kind][0] + ".py" for kind in sorted(needed)]
     return {SHELL: _shell(base, sorted(needed))} | {name: _read(name) for name in modules}
 
 
 def _shell(base: str, kinds: Iterable[str]) -> bytes:
+    """Return the shell for a model_type and these kinds of block."""
     chosen = [(kind, *BLOCKS[kind]) for kind in kinds]
     blocks = ", ".join(f'"{kind}": {name}' for kind, _, name in chosen)
     lines = {
@@ -60,7 +60,7 @@ def _read(name: str) -> bytes:
 
 
 def is_ours(name: str, data: bytes) -> bool:
-    """Whether a file of code is, byte for byte, what `files` gives."""
+    """Return whether a file of code is, byte for byte, what `files` gives."""
     if name != SHELL:
         return name in {f"{module}.py" for module, _ in BLOCKS.values()} and data == _read(name)
     base = re.search(rb'^BASE = "([a-z0-9_]+)"$', data, re.MULTILINE)
@@ -70,9 +70,11 @@ def is_ours(name: str, data: bytes) -> bool:
 
 
 def runs_only_ours(configs: Iterable[Mapping[str, Any]], code: Mapping[str, bytes]) -> bool:
-    """Whether nothing but our code would run: in no config (config.json, tokenizer_config.json, …)
-    does auto_map name other classes than ours, which could be another repository's, and every file
-    of code is ours."""
+    """Return whether nothing but our code would run.
+
+    Every file of code must be ours, and so must every class that auto_map names in a config
+    (config.json, tokenizer_config.json, …): it could name one of another repository.
+    """
     maps = [c["auto_map"] for c in configs if c.get("auto_map")]
     return all(m == AUTO_MAP for m in maps) and all(
         is_ours(name, data) for name, data in code.items()
@@ -80,10 +82,10 @@ def runs_only_ours(configs: Iterable[Mapping[str, Any]], code: Mapping[str, byte
 
 
 def with_blocks(checkpoint: Checkpoint, entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What of a checkpoint changes as these blocks (surgery/blocks) are put in: its config and the
-    code that goes along.
+    """Return the fields of a checkpoint that change when these blocks are put in.
 
-    Raises SurgeryError where no code can go along.
+    They are its config, and its files with the code that is saved with it. Raises SurgeryError
+    where the checkpoint cannot have code of ours.
     """
     config = dict(checkpoint.config) | block_config.config_changes(checkpoint.config, entries)
     code = files(block_config.base_type(config), block_config.kinds(config))
@@ -93,9 +95,11 @@ def with_blocks(checkpoint: Checkpoint, entries: Iterable[Mapping[str, Any]]) ->
 
 
 def with_gathered_mlps(checkpoint: Checkpoint) -> Checkpoint:
-    """The same model, where its class keeps the parts of MLPs in the layer itself (OPT): they are
-    put into a module, that a block can take the place of. The code that does so goes along. Raises
-    SurgeryError as `require_plain` does."""
+    """Return the same model with its MLPs in modules, whose place a block can take.
+
+    This is for classes that keep the parts of an MLP in the layer itself (OPT). The code that
+    gathers them is saved with the checkpoint. Raises SurgeryError as `require_plain` does.
+    """
     require_plain(checkpoint)
     blocks = locate(checkpoint)
     if not blocks.family.loose:

@@ -1,29 +1,30 @@
-"""A mixture of experts that is one wide MLP: its neurons stand in groups, and a router says which
-groups a token passes.
+"""A mixture of experts that is one wide MLP: its neurons stand in groups, and a router chooses
+which groups a token passes.
 
     y = down(h ⊙ s),  h = act(gate(x)) ⊙ up(x), or act(up(x)) where there is no gate
 
 The first S neurons are shared, and every token passes them (s = 1); E experts of w neurons each
 follow. s is the routing weight of a neuron's expert, 0 where the expert is not among the K chosen.
-Weights keep the names and the form that they have in the MLP it takes the place of, with S + E·w
-neurons, so that all experts with weight 1 are that MLP again; the biases of gate and up are the
-neurons' own, the one of down is added once.
+Weights keep the names and the form that they have in the MLP whose place the block takes, with
+S + E·w neurons. So all experts with weight 1 are that MLP again. The biases of gate and up belong
+to the neurons; the bias of down is added once.
 
-`router` says how the logits [E] come about, in fp32:
+`router` says how the logits [E] are computed, in fp32:
 
-    linear   W x                                   with a bias or without
-    mlp      W f(V x), f tanh or ReLU              MoEfication, Zhang et al. 2022, arXiv 2110.01786
-    neurons  |act(V x) ⊙ W x|, or |act(W x)|       a neuron of each expert stands for it: CMoE, Pei et al. 2025,
-                                                   arXiv 2502.04416
-and `weights` what the K experts with the largest are multiplied by:
+    linear   W x, with a bias or without
+    mlp      W f(V x), where f is tanh or ReLU (MoEfication, Zhang et al. 2022, arXiv 2110.01786)
+    neurons  |act(V x) ⊙ W x|, or |act(W x)|: one neuron of each expert stands for it
+             (CMoE, Pei et al. 2025, arXiv 2502.04416)
 
-    renormalised  factor · softmax over the K      Mixtral, Jiang et al. 2024, arXiv 2401.04088
-    one           1: parts of an MLP, as they were in it
-    scaled        1 + u · softmax over all E       CMoE, whose u [E] begins at 0
+`weights` says what the K experts with the largest logits are multiplied by:
 
-An entry may have the `rule`, the thresholds, the `correction` and the `bypass` of sparse_mlp.py,
-which h and y then have, too. With `group` G, experts are chosen G at a time, by the mean of their
-logits: a copy of an MLP that was cut in G, whole.
+    renormalised  factor · softmax over the K (Mixtral, Jiang et al. 2024, arXiv 2401.04088)
+    one           1, for parts of an MLP, as they were in it
+    scaled        1 + u · softmax over all E, where u [E] begins at 0 (CMoE)
+
+An entry may have the `rule`, the thresholds, the `correction` and the `bypass` of sparse_mlp.py;
+then h and y have them too. With `group` G, experts are chosen G at a time, by the mean of their
+logits, so that a copy of an MLP that was cut into G experts is chosen as a whole.
 
 Shapes: H hidden_size, N = S + E·w neurons, n tokens, r the width of an MLP that routes.
 """
@@ -42,8 +43,10 @@ from .sparse_mlp import NeuronsMLP, is_plain
 
 
 class Router(nn.Module):
-    """x [n, H] to logits [n, E], routing weights [n, K], and the experts that they are of [n, K]:
-    what a hook of a balancing loss reads."""
+    """Map x [n, H] to logits [n, E], routing weights [n, K] and the chosen experts [n, K].
+
+    A hook of a balancing loss reads these three.
+    """
 
     def __init__(self, entry: dict[str, Any], hidden: int, std: float) -> None:
         super().__init__()
@@ -76,7 +79,10 @@ class Router(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape)) if shape[0] else None)
 
     def init_block_weights(self) -> None:
-        """A router of no opinion. By functions of torch.nn.init, which spare what was loaded."""
+        """Begin without a preference for any expert.
+
+        The functions of torch.nn.init leave alone what was loaded.
+        """
         for name, p in self.named_parameters():
             if "weight" in name:
                 nn.init.normal_(p, std=self.std)
@@ -115,13 +121,13 @@ class Router(nn.Module):
 
 
 class ExpertsMLP(NeuronsMLP):
-    """Takes the place of the MLP that it is built from, whose submodules it keeps where they have
-    as many neurons.
+    """Take the place of the MLP that it is built from.
 
-    Tokens are sorted by expert, and each expert that was chosen multiplies its own together: one
-    token reads the weights of its K experts. What that would bypass (hooks, adapters, quantised,
-    sharded or offloaded weights, a compiler) goes through the submodules, all experts and most of
-    them times zero.
+    It keeps the submodules of that MLP which have as many neurons as it needs. Tokens are sorted by
+    expert, and each chosen expert multiplies its tokens together, so that one token reads the
+    weights of its K experts alone. That would bypass hooks, adapters, a compiler, and quantised,
+    sharded or offloaded weights. Where there are any, all experts are computed by the submodules,
+    and most of them multiplied by zero.
     """
 
     def __init__(self, base: nn.Module, entry: dict[str, Any], config: Any = None) -> None:
@@ -136,7 +142,7 @@ class ExpertsMLP(NeuronsMLP):
         self.router = Router(entry, self.hidden, getattr(config, "initializer_range", 0.02))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., H] to [..., H]"""
+        """Map [..., H] to [..., H]."""
         flat = x.reshape(-1, x.shape[-1])
         _, weights, chosen = self.router(flat, self.act)
         cast = torch.is_autocast_enabled(x.device.type)
@@ -151,8 +157,9 @@ class ExpertsMLP(NeuronsMLP):
     # --- all experts ------------------------------------------------------------------------------
 
     def _masked(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Through the submodules, products times the routing weights, which are 0 of what was not
-        chosen.
+        """Compute all experts by the submodules, and multiply products by the routing weights.
+
+        The weight of an expert that was not chosen is 0.
         """
         h = self._product(x)
         scale = weights.new_zeros(len(x), self.experts).scatter(-1, chosen, weights).to(h.dtype)
@@ -163,7 +170,7 @@ class ExpertsMLP(NeuronsMLP):
     # --- those chosen -----------------------------------------------------------------------------
 
     def _sorted(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Each expert on the tokens that chose it."""
+        """Compute each expert on the tokens that chose it."""
         n, k = chosen.shape
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=self.experts).tolist()
@@ -181,7 +188,7 @@ class ExpertsMLP(NeuronsMLP):
         return y if bias is None else y + bias
 
     def _neurons(self, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        """What some of the neurons put out [n, H]."""
+        """Return the output [n, H] of some of the neurons."""
         up = F.linear(x, parts["up"], parts.get("up_bias"))
         g, u = (
             (F.linear(x, parts["gate"], parts.get("gate_bias")), up)
@@ -193,8 +200,9 @@ class ExpertsMLP(NeuronsMLP):
         return h @ parts["down"]
 
     def _experts(self) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-        """`_rows` of the shared neurons, and of each expert. By split and unbind: the gradient is
-        one tensor for all.
+        """Return the `_rows` of the shared neurons, and those of each expert.
+
+        They are made by split and unbind, whose gradient is one tensor for all experts.
         """
         shared, experts = dict[str, Tensor](), [dict[str, Tensor]() for _ in range(self.experts)]
         for name, rows in self._rows().items():
@@ -206,8 +214,9 @@ class ExpertsMLP(NeuronsMLP):
         return shared, experts
 
     def _rows(self) -> dict[str, Tensor]:
-        """With a row for each neuron: gate, up and down [N, H]; gate_bias, up_bias and thresholds
-        [N].
+        """Return the tensors that have a row for each neuron.
+
+        They are gate, up and down [N, H], and gate_bias, up_bias and thresholds [N].
         """
         found: dict[str, Tensor] = {}
         for part in self._parts():
@@ -222,7 +231,7 @@ class ExpertsMLP(NeuronsMLP):
         return found | {name: t for name, t in self.named_buffers(recurse=False) if len(t) > 1}
 
     def _parts(self) -> tuple[str, ...]:
-        """Those that are modules of their own."""
+        """Return the names of the parts that are modules of their own."""
         return (
             ("gate", "up", "down")
             if self.entry["gate"] and not self.entry["fused"]
@@ -231,7 +240,7 @@ class ExpertsMLP(NeuronsMLP):
 
 
 def _sized(module: Any, inputs: int, outputs: int) -> nn.Module:
-    """A matrix of these sizes; the module itself where it has them."""
+    """Return a matrix of these sizes, which is the module itself where it has them."""
     shape, kind = (inputs, outputs), type(module)
     if issubclass(kind, Conv1D):
         made = module if module.weight.shape == shape else kind(outputs, inputs)

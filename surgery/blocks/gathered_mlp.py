@@ -1,9 +1,9 @@
-"""An MLP whose parts stand in the decoder layer itself (OPT's fc1, activation_fn and fc2), as one
-module.
+"""An MLP whose parts stand in the decoder layer itself (OPT's fc1, activation_fn and fc2), gathered
+in one module.
 
 The layer applies `parts` one after another. They move into this module, which takes the place of
-the first; the others' places do nothing. So the layer's own code computes what it did, and a block
-of another kind can take the place of the whole.
+the first of them; the others are replaced by the identity. So the layer's own code computes what it
+did, and a block of another kind can take the place of the whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class GatheredMLP(nn.Module):
-    """Built from the layer, whose parts it takes over under their own names."""
+    """Take the parts of the MLP over from the layer, under their own names."""
 
     def __init__(self, layer: nn.Module, entry: dict[str, Any], config: Any = None) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class GatheredMLP(nn.Module):
             setattr(layer, name, nn.Identity())
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., H] to [..., H]"""
+        """Map [..., H] to [..., H]."""
         for name in self.parts:
             x = getattr(self, name)(x)
         return x

@@ -1,20 +1,23 @@
 """A memory layer: a few values of a large table are looked up by product keys and summed.
 
-Product keys, Lample et al. 2019, arXiv 1907.05242: a query is cut in halves; the best `knn` of n
-keys for each half make knn² candidates among the n² slots, of which the best `knn` by the sum of
-both scores are read, weighted by the softmax of their sums. Each head has its own keys; all heads,
-and all layers of an entry, read one table.
+Product keys (Lample et al. 2019, arXiv 1907.05242) work as follows. A query is cut in halves. The
+best `knn` of n keys for each half make knn² candidates among the n² slots. The best `knn` of those,
+by the sum of both scores, are read, weighted by the softmax of their sums. Each head has its own
+keys; all heads, and all layers of an entry, read one table. What it holds depends on `slots`:
 
-    pkm      m = Σ_i w_i V_i                 y = output(m ⊙ silu(gate(x))): Memory+, Berges et al. 2024, arXiv 2412.09764
-    peer     m = Σ_i w_i act(x · V_i) U_i    y = m: a slot is an MLP of one neuron; PEER, He 2024, arXiv 2407.04153
-    neurons  m = Σ_i (1 + scale · w_i) h_i D_i, h_i = act(x · G_i) (x · U_i) or act(x · U_i), with their biases     y = m
+    pkm      values: m = Σ_i w_i V_i, and y = output(m ⊙ silu(gate(x)))
+             (Memory+, Berges et al. 2024, arXiv 2412.09764)
+    peer     MLPs of one neuron: y = m = Σ_i w_i act(x · V_i) U_i
+             (PEER, He 2024, arXiv 2407.04153)
+    neurons  the neurons of a trained MLP: y = m = Σ_i (1 + scale · w_i) h_i D_i, where h_i is
+             act(x · G_i) (x · U_i), or act(x · U_i) without a gate, with the neuron's biases
 
-The slots of neurons are those of a trained MLP, as they were in it: `scale` begins at 0, and
-through it the query learns.
+The slots of neurons are as they were in the trained MLP: `scale` begins at 0, and through it the
+query learns.
 
-With `gated` false, y = m for pkm too. `place` "beside" adds y to what the MLP gives; "replace" adds
-it to what is left in the MLP's place: the `width` neurons that were kept of it, under their own
-names, and a `bypass` that is "affine" or a "bias".
+With `gated` false, y = m for pkm too. `place` "beside" adds y to what the MLP gives. "replace" adds
+it to what is left in the MLP's place: the `width` neurons of the MLP that were kept, under their
+own names, and a `bypass` that is "affine" or a "bias".
 
 The table belongs to the model and not to a layer, so that it is saved once. Tokens are looked up a
 chunk at a time.
@@ -33,12 +36,14 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-SCRATCH = 2**24  # numbers that a chunk of tokens may make
+SCRATCH = 2**24  # the most numbers that a chunk of tokens makes
 
 
 def with_memory(base: nn.Module, entry: dict[str, Any], config: Any = None) -> nn.Module:
-    """The MLP with a memory added to its output, or what takes its place. The submodules keep their
-    names: the memory is one more, `memory`, and a hook adds what it gives."""
+    """Return the MLP, or what takes its place, with a memory added to its output.
+
+    The submodules keep their names. The memory is one more, `memory`, and a hook adds its output.
+    """
     hidden = config.get_text_config().hidden_size
     block = base if entry["place"] == "beside" else _narrowed(base, entry)
     block.memory = Memory(entry, hidden)
@@ -53,8 +58,9 @@ def _add(block: nn.Module, inputs: Any, output: Tensor) -> Tensor:
 
 
 class Memory(nn.Module):
-    """The query, the keys and what is done with the values, which are those of a class of
-    VALUES.
+    """Hold the query and the keys, and what is done with the values.
+
+    The values themselves are in a module of a class of VALUES, which the layers share.
     """
 
     def __init__(self, entry: dict[str, Any], hidden: int) -> None:
@@ -74,7 +80,10 @@ class Memory(nn.Module):
         self.scale = nn.Parameter(torch.empty(1)) if entry["slots"] == "neurons" else None
 
     def init_block_weights(self) -> None:
-        """By functions of torch.nn.init, which spare what was loaded."""
+        """Begin at random, with nothing added to the stream.
+
+        The functions of torch.nn.init leave alone what was loaded.
+        """
         bound = self.entry["key_dim"] ** -0.5
         nn.init.uniform_(self.keys, -bound, bound)
         if self.output is not None:
@@ -86,18 +95,19 @@ class Memory(nn.Module):
                 nn.init.zeros_(p)
 
     def make_shared(self) -> nn.Module:
-        """The table that all layers of the entry read."""
+        """Return a new table, which all layers of the entry read."""
         values: nn.Module = VALUES[self.entry["slots"]](self.entry, self.hidden)
         return values
 
     def read_from(self, values: nn.Module) -> None:
-        """Look up there from now on. The reference is no submodule: the table is saved and placed
-        once.
+        """Look values up in this table from now on.
+
+        The reference is no submodule, so that the table is saved and placed on a device once.
         """
         object.__setattr__(self, "values", values)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., H] to [..., H]"""
+        """Map [..., H] to [..., H]."""
         rows = x.reshape(-1, self.hidden)
         y = (
             torch.cat([self._look_up(part) for part in rows.split(self._chunk())])
@@ -111,7 +121,7 @@ class Memory(nn.Module):
         return y.view(x.shape)
 
     def _chunk(self) -> int:
-        """Tokens that are looked up at a time."""
+        """Return how many tokens are looked up at a time."""
         read = self.heads * self.knn * (self.hidden if self.entry["slots"] == "peer" else 1)
         candidates = min(self.knn, self.keys_of_half) ** 2
         products = 3 * self.keys_of_half**2 if self.entry["slots"] == "neurons" else 0
@@ -120,7 +130,7 @@ class Memory(nn.Module):
         )
 
     def _look_up(self, x: Tensor) -> Tensor:
-        """y [N, H] of x [N, H]"""
+        """Return y [N, H] of x [N, H]."""
         slots, scores = self._find(x)
         weights = scores.float().softmax(-1)
         if self.scale is not None:
@@ -133,7 +143,7 @@ class Memory(nn.Module):
         return y
 
     def _find(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The slots that x [N, H] reads and their scores, [N, h, k] both."""
+        """Return the slots that x [N, H] reads and their scores, both [N, h, k]."""
         q = self.query(x).view(len(x), self.heads, 2, -1)
         if self.query_norm is not None:
             q = self.query_norm(q)
@@ -146,7 +156,7 @@ class Memory(nn.Module):
 
 
 class Table(nn.Module):
-    """The values of product keys [n², v]."""
+    """Hold the values of product keys [n², v]."""
 
     def __init__(self, entry: dict[str, Any], hidden: int) -> None:
         super().__init__()
@@ -157,7 +167,7 @@ class Table(nn.Module):
         nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
 
     def forward(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-        """Σ_i w_i V_i [N, v] of the slots [N, h·k] and their weights [N, h·k]."""
+        """Return Σ_i w_i V_i [N, v] of the slots [N, h·k] and their weights [N, h·k]."""
         weights = weights.to(self.weight.dtype)
         return F.embedding_bag(
             slots, self.weight, per_sample_weights=weights, mode="sum", sparse=self.sparse
@@ -165,7 +175,7 @@ class Table(nn.Module):
 
 
 class Experts(nn.Module):
-    """MLPs of one neuron each: V and U [n², H]."""
+    """Hold MLPs of one neuron each: V and U [n², H]."""
 
     def __init__(self, entry: dict[str, Any], hidden: int) -> None:
         super().__init__()
@@ -174,12 +184,12 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(entry["keys"] ** 2, hidden))
 
     def init_block_weights(self) -> None:
-        """Nothing is added until it is trained."""
+        """Add nothing to the stream until it is trained."""
         nn.init.normal_(self.down, std=self.down.shape[1] ** -0.5)
         nn.init.zeros_(self.up)
 
     def forward(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-        """Σ_i w_i act(x · V_i) U_i [N, H] of the slots [N, h·k] and their weights [N, h·k]."""
+        """Return Σ_i w_i act(x · V_i) U_i [N, H] of the slots [N, h·k] and their weights."""
         rows = F.embedding(slots, self.down, sparse=self.sparse)
         weights = weights * self.act(torch.einsum("NH,NkH->Nk", x.to(rows.dtype), rows))
         weights = weights.to(self.up.dtype)
@@ -189,12 +199,12 @@ class Experts(nn.Module):
 
 
 class Neurons(nn.Module):
-    """The neurons of an MLP, as many as there are slots: `parts` of gate, up and down [n², H],
-    gate_bias and up_bias [n²].
+    """Hold the neurons of an MLP, as many as there are slots.
 
-    Where the tokens together read every slot about once, all are multiplied, and those that a token
-    does not read times zero: a copy of the rows that each reads would be many times the table.
-    Sparse gradients need that copy; those of biases are dense.
+    `parts` are some of gate, up and down [n², H], gate_bias and up_bias [n²]. Where the tokens
+    together read every slot about once, all neurons are computed, and those that a token does not
+    read are multiplied by zero: a copy of the rows that each token reads would be many times the
+    table. Sparse gradients need that copy; the gradients of biases are dense.
     """
 
     def __init__(self, entry: dict[str, Any], hidden: int) -> None:
@@ -207,7 +217,7 @@ class Neurons(nn.Module):
             )
 
     def init_block_weights(self) -> None:
-        """Nothing is added until it is trained."""
+        """Add nothing to the stream until it is trained."""
         for name, p in self.named_parameters():
             if name in ("gate", "up"):
                 nn.init.normal_(p, std=p.shape[1] ** -0.5)
@@ -215,7 +225,7 @@ class Neurons(nn.Module):
                 nn.init.zeros_(p)
 
     def forward(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-        """Σ_i w_i h_i D_i [N, H] of the slots [N, k] and their weights [N, k]."""
+        """Return Σ_i w_i h_i D_i [N, H] of the slots [N, k] and their weights [N, k]."""
         x = x.to(self.up.dtype)
         if slots.numel() >= len(self.up) and not self.sparse:
             h = self._product(self._all(x, "gate"), self._all(x, "up"))
@@ -237,12 +247,12 @@ class Neurons(nn.Module):
         return h
 
     def _all(self, x: Tensor, part: str) -> Tensor | None:
-        """[N, n²] of every slot."""
+        """Return one part's products with x at every slot, [N, n²]."""
         weight = getattr(self, part)
         return None if weight is None else F.linear(x, weight, getattr(self, f"{part}_bias"))
 
     def _some(self, x: Tensor, slots: Tensor, part: str) -> Tensor | None:
-        """[N, k] of the slots [N, k]."""
+        """Return one part's products with x at the slots [N, k], [N, k]."""
         weight, bias = getattr(self, part), getattr(self, f"{part}_bias")
         if weight is None:
             return None
@@ -257,14 +267,14 @@ VALUES: dict[str, Any] = {"pkm": Table, "peer": Experts, "neurons": Neurons}
 
 
 class Nothing(nn.Module):
-    """What is left of an MLP none of whose neurons were kept."""
+    """Stand in for an MLP none of whose neurons were kept."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x)
 
 
 def _narrowed(base: Any, entry: dict[str, Any]) -> nn.Module:
-    """The MLP with `width` neurons."""
+    """Return the MLP with `width` neurons."""
     width = entry["width"]
     if not width:
         return Nothing()

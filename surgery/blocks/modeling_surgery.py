@@ -1,15 +1,15 @@
-"""A causal language model of transformers, some of whose layers were operated on by surgery (pip
-install model-surgery).
+"""A causal language model of transformers, some of whose layers were converted by surgery
+(pip install model-surgery).
 
 BASE is the model_type of the source. `surgery_blocks` of config.json is a list of entries like
 
     {"kind": "sparse", "layers": [0, 1], "stack": "layers", "mlp": "mlp", ...}
 
-and each puts a block of its kind in the place of the module `mlp` of these layers of the list
-`stack`; the block is built from the module that was there (or from `parts` of the layer), and
-entries are applied in order. A ReLU follows the norms that `relu_after` names.
+and each puts a block of its kind in the place of the module `mlp`, in these layers of the list
+`stack`. The block is built from the module that was there, or from `parts` of the layer. Entries
+are applied in order. A ReLU follows the norms that `relu_after` names.
 
-Two checkpoints have the same file but for what is imported from beside it, BASE and BLOCKS.
+This file is the same in all checkpoints, except for the blocks that it imports, BASE and BLOCKS.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _CausalLM: Any = MODEL_FOR_CAUSAL_LM_MAPPING[_Config]
 
 
 class SurgeryConfig(_Config):
-    """The config of BASE, the blocks, and the switch `sparse_decode` of those that can skip neurons
-    as they decode.
+    """The config of BASE, with the entries of the blocks.
+
+    `sparse_decode` is the switch of the blocks that can skip neurons as they decode.
     """
 
-    model_type = (
-        f"surgery_{BASE}"  # not BASE: the stock class would load the weights and ignore the blocks
-    )
-    base_model_tp_plan = None  # nothing would shard what a block keeps per neuron
+    # Not BASE itself, with which the stock class would load the weights and ignore the blocks.
+    model_type = f"surgery_{BASE}"
+    base_model_tp_plan = None  # because it would not shard what a block keeps per neuron
 
     def __init__(
         self, surgery_blocks: Any = (), sparse_decode: bool = False, **kwargs: Any
@@ -50,25 +50,26 @@ class SurgeryConfig(_Config):
 
 
 class _Operated:
-    """What both models do."""
+    """What both models have in common."""
 
     def _init_weights(self, module: nn.Module) -> None:
-        """As BASE does; a block knows how what it adds starts, where the checkpoint has nothing for
-        it.
+        """Begin as BASE does; a block knows how to begin what it adds.
+
+        That is only seen where the checkpoint has nothing for it.
         """
         super()._init_weights(module)  # type: ignore[misc]
         if hasattr(module, "init_block_weights"):
             module.init_block_weights()
 
     def set_sparse_decode(self, on: bool = True) -> None:
-        """Whether blocks that can skip neurons where they decode one sequence do so."""
+        """Let the blocks that can skip neurons as they decode one sequence do so, or not."""
         for module in self.modules():  # type: ignore[attr-defined]
             if hasattr(module, "sparse_decode"):
                 module.sparse_decode = on
 
 
 class SurgeryModel(_Operated, _Model):
-    """The body of BASE, operated on."""
+    """The body of BASE, with the blocks in it."""
 
     config_class = SurgeryConfig
 
@@ -77,16 +78,15 @@ class SurgeryModel(_Operated, _Model):
         for entry in config.surgery_blocks:
             layers = [self.get_submodule(entry["stack"])[index] for index in entry["layers"]]
             _share(self, entry, [_operate(layer, entry, config) for layer in layers])
-        for inner in (
-            self.children()
-        ):  # OPT's decoder is a model too, and would begin its layers by its own rule
+        # OPT's decoder is a model too, and would begin its layers by its own rule.
+        for inner in self.children():
             if hasattr(inner, "_init_weights"):
                 inner._init_weights = self._init_weights
         self.post_init()
 
 
 class SurgeryForCausalLM(_Operated, _CausalLM):
-    """BASE with a head, over that body."""
+    """BASE's head over that body."""
 
     config_class = SurgeryConfig
 
@@ -98,7 +98,7 @@ class SurgeryForCausalLM(_Operated, _CausalLM):
 
 
 def _operate(layer: nn.Module, entry: dict[str, Any], config: Any) -> nn.Module:
-    """Puts a block in its place, and returns it."""
+    """Put a block in its place, and return it."""
     base = layer if "parts" in entry else getattr(layer, entry["mlp"])
     block: nn.Module = BLOCKS[entry["kind"]](base, entry, config)
     setattr(layer, entry["mlp"], block)
@@ -108,8 +108,9 @@ def _operate(layer: nn.Module, entry: dict[str, Any], config: Any) -> nn.Module:
 
 
 def _share(body: nn.Module, entry: dict[str, Any], blocks: list[nn.Module]) -> None:
-    """What all blocks of an entry read is the body's own, under the name `shared`: in each of them
-    it would be saved as often.
+    """Give the body what all blocks of an entry read, under the name `shared`.
+
+    In the blocks themselves it would be saved once for each.
     """
     readers: list[Any] = [m for block in blocks for m in block.modules() if hasattr(m, "read_from")]
     if readers:
@@ -119,8 +120,9 @@ def _share(body: nn.Module, entry: dict[str, Any], blocks: list[nn.Module]) -> N
 
 
 def _rename_as_base() -> None:
-    """transformers 5 renames some weights as it loads, by model_type or class: here what it does
-    for the class of BASE.
+    """Let transformers 5 rename weights on loading as it does for BASE.
+
+    It looks the names up by model_type or class, and knows neither of ours.
     """
     try:
         from transformers.conversion_mapping import (

@@ -16,8 +16,13 @@ class Paper:
 
     @property
     def bibtex(self) -> str:
+        """Return the entry for a bibliography."""
         key = f"{self.author.partition(',')[0].lower()}{self.year}"
         return (
-            f"@misc{{{key},\n  title = {{{self.title}}},\n  author = {{{self.author} and others}},\n"
-            f"  year = {{{self.year}}},\n  eprint = {{{self.number}}},\n  archivePrefix = {{arXiv}}\n}}"
+            f"@misc{{{key},\n"
+            f"  title = {{{self.title}}},\n"
+            f"  author = {{{self.author} and others}},\n"
+            f"  year = {{{self.year}}},\n"
+            f"  eprint = {{{self.number}}},\n"
+            "  archivePrefix = {arXiv}\n}"
         )

@@ -1,4 +1,4 @@
-"""What every operation asks of its source before it plans anything."""
+"""The checks that every operation makes of its source before it plans anything."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from surgery.families import Blocks
 
 
 def require_plain(checkpoint: Checkpoint) -> None:
-    """Raises SurgeryError for quantised weights: their MLPs are not matrices that can be operated
-    on.
+    """Raise SurgeryError if the weights are quantised.
+
+    Their MLPs are then not matrices that can be operated on.
     """
     for config in (checkpoint.config, checkpoint.text_config):
         if quantization := config.get("quantization_config") or config.get("compression_config"):
@@ -37,9 +38,11 @@ def require_plain(checkpoint: Checkpoint) -> None:
 
 
 def require_whole(blocks: Blocks) -> None:
-    """Raises SurgeryError where a layer of a dense model lacks a tensor that its other layers have
-    or its MLP needs, or
-    where the embedding is absent: known from the headers, before anything is written."""
+    """Raise SurgeryError if the checkpoint is incomplete.
+
+    It is where the embedding is absent, or where a layer of a dense model lacks a tensor that other
+    layers have or that its MLP needs. The headers tell, before anything is written.
+    """
     names = blocks.checkpoint.tensors
     if not any(n.endswith(EMBEDDINGS) for n in names):
         raise SurgeryError(
@@ -47,9 +50,10 @@ def require_whole(blocks: Blocks) -> None:
         )
     if blocks.family.is_moe:
         return  # its layers differ by design
+    # Layers with a block have tensors of their own.
     operated = {
         i for entry in block_config.changed(blocks.checkpoint.config) for i in entry["layers"]
-    }  # have their own
+    }
     layers = {i: blocks.layer(i) for i in range(blocks.count) if i not in operated}
     parts = {n.removeprefix(start) for i, start in layers.items() for n in blocks.names(i)}
     for i, start in layers.items():
@@ -64,8 +68,9 @@ _INCOMPLETE = "the checkpoint is incomplete: download it again"
 
 
 def chosen_layers(blocks: Blocks, layers: Collection[int] | None) -> tuple[int, ...]:
-    """The layers to convert, sorted; all where none are named. Raises UsageError for a layer that
-    is not there.
+    """Return the layers to convert, sorted; None stands for all of them.
+
+    Raises UsageError for a layer that the model does not have.
     """
     chosen = tuple(sorted(set(range(blocks.count) if layers is None else layers)))
     if not chosen or chosen[0] < 0 or chosen[-1] >= blocks.count:
@@ -77,8 +82,9 @@ def chosen_layers(blocks: Blocks, layers: Collection[int] | None) -> tuple[int, 
 
 
 def bypass_rank(bypass: int | str, blocks: Blocks, repair: str) -> int:
-    """The rank of a bypass beside an MLP: a number, or "full". Raises UsageError where there can be
-    none.
+    """Return the rank of a bypass beside an MLP, given as a number or "full".
+
+    Raises UsageError for a rank that is impossible, or a repair that would not fit the bypass.
     """
     if not bypass:
         return 0

@@ -1,8 +1,8 @@
 """The activations that give exact zeros, as data: planning with them needs no torch.
 
-A rule says how the zeros come about; its function stands in sparse_mlp.py, which is saved with a
-checkpoint. An activation is a rule with the function in it. Both are all that the rest of the
-project knows of them: a new one is a row here and a function there.
+A rule says how the zeros come about. Its function is in sparse_mlp.py, which is saved with the
+checkpoint. An activation is a rule together with the function in it. The rest of the project knows
+them from these tables alone, so a new one is a row here and a function there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ PRIMER = Paper(
 PROSPARSE = Paper(
     "2402.13516",
     "Song, Chenyang",
-    "ProSparse: Introducing and Enhancing Intrinsic Activation Sparsity within Large Language Models",
+    "ProSparse: Introducing and Enhancing Intrinsic Activation Sparsity "
+    "within Large Language Models",
     2024,
 )
 TURBO_SPARSE = Paper(
@@ -68,7 +69,7 @@ class Rule:
 
     @property
     def plain(self) -> bool:
-        """Whether there is no threshold, so that stock transformers can compute it."""
+        """Return whether there is no threshold, so that stock transformers can compute it."""
         return not self.thresholds
 
 
@@ -106,6 +107,7 @@ class Activation:
 
     @property
     def how(self) -> Rule:
+        """Return the rule."""
         return RULES[self.rule]
 
 

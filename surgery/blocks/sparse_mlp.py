@@ -1,20 +1,25 @@
-"""An MLP most of whose products are zeros, and a decoding step that leaves the weights of those
-unread.
+"""An MLP most of whose products are zeros, and a decoding step that does not read the weights of
+those.
 
 y = down(h) with h = f(gate(x)) ⊙ up(x), or h = f(up(x)) where there is no gate. `rule` says what f
 is, with the activation act and a threshold t:
 
     plain    act(g)
-    fatrelu  act(g) where g >= t, else 0              ProSparse, Song et al. 2024, arXiv 2402.13516
-    shifted  act(g - t)                               ReLU Strikes Back, Mirzadeh et al. 2023, arXiv 2310.04564
-    drelu    fatrelu, of up as well (with its own t)  Turbo Sparse, Song et al. 2024, arXiv 2406.05955
-    cats     act(g) where |act(g)| >= t, else 0       CATS, Lee et al. 2024, arXiv 2404.08763
-    teal     act(g), and h where |h| >= t, else 0     TEAL, Liu et al. 2024, arXiv 2408.14690
+    fatrelu  act(g) where g >= t, else 0
+             (ProSparse, Song et al. 2024, arXiv 2402.13516)
+    shifted  act(g - t)
+             (ReLU Strikes Back, Mirzadeh et al. 2023, arXiv 2310.04564)
+    drelu    fatrelu of the gate, and of up with a threshold of its own
+             (Turbo Sparse, Song et al. 2024, arXiv 2406.05955)
+    cats     act(g) where |act(g)| >= t, else 0
+             (CATS, Lee et al. 2024, arXiv 2404.08763)
+    teal     act(g), and then h where |h| >= t, else 0
+             (TEAL, Liu et al. 2024, arXiv 2408.14690)
 
 t is one number [1], or one for each neuron [F] (`per_neuron`), kept in fp32 in the checkpoint. With
-`inputs`, x is cut at a threshold of its own, as in TEAL; with `correction` a bias [H] is added to
-y, with `bypass` r a linear map of x of rank r (bypass_out · bypass_in · x, bypass_out · x where r =
-H). The submodules keep the names that they had, so that the weights load as they were.
+`inputs`, x is cut at a threshold of its own, as in TEAL. With `correction`, a bias [H] is added to
+y. With `bypass` r, a linear map of x of rank r is added: bypass_out · bypass_in · x, or
+bypass_out · x where r = H. The submodules keep their names, so that the weights load as they were.
 
 Shapes: H hidden_size, F intermediate_size, n live neurons.
 """
@@ -32,10 +37,9 @@ from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 GATHER = 0.6  # with more of the neurons live, reading all rows of up is as fast
-SCRATCH = (
-    4 * 2**20
-)  # bytes of gathered rows that a CPU works on at a time: more would leave its cache
-GPU_BAGS = 64  # a GPU sums a bag one row after another
+# Bytes of gathered rows that a CPU works on at a time: more would not stay in its cache.
+SCRATCH = 4 * 2**20
+GPU_BAGS = 64  # sums that a GPU adds up side by side, each one row after another
 _local = threading.local()
 
 
@@ -44,21 +48,26 @@ def _fatrelu(act: Callable[[Tensor], Tensor], g: Tensor, t: Tensor) -> Tensor:
 
 
 def _above(x: Tensor, t: Tensor) -> Tensor:
-    """x where |x| >= t, else 0."""
+    """Return x where |x| >= t, else 0."""
     return x.masked_fill(x.abs() < t, 0)
 
 
 class Rule(NamedTuple):
-    """What becomes of gate and up. `opens(act, g, t)` is f; `thresholds` says how many there are: one
-    of the gate, two with one of up; with `cuts_product` the one there is cuts the product instead."""
+    """Say what becomes of gate and up.
+
+    `opens(act, g, t)` is f. Of `thresholds`, the first is that of the gate and the second that of
+    up. With `cuts_product` the only one cuts the product instead.
+    """
 
     opens: Callable[[Callable[[Tensor], Tensor], Tensor, Any], Tensor]
     thresholds: int = 1
     cuts_product: bool = False
 
     def multiply(self, act: Any, g: Tensor, u: Tensor | None, t: Any, t_up: Any) -> Tensor:
-        """Return h [..., n] of gate and up of n neurons, with their thresholds; without a gate, g
-        is up and u None."""
+        """Return h [..., n] of gate and up of n neurons, with their thresholds.
+
+        Without a gate, g is up and u is None.
+        """
         h = self.opens(act, g, t)
         if u is not None:
             h = h * self.other(act, u, t_up)
@@ -80,9 +89,11 @@ RULES = {
 
 
 class NeuronsMLP(nn.Module):
-    """What this block and that of experts_mlp.py share: the parts of the MLP that it is built from,
-    the rule with its thresholds, and what is added to the output. `neurons` where there will be
-    another number of them."""
+    """Hold what this block and that of experts_mlp.py have in common.
+
+    That is the parts of the MLP that the block is built from, the rule with its thresholds, and
+    what is added to the output. `neurons` is given where the block has another number of them.
+    """
 
     def __init__(self, base: nn.Module, entry: dict[str, Any], neurons: int = 0) -> None:
         super().__init__()
@@ -90,7 +101,7 @@ class NeuronsMLP(nn.Module):
             if isinstance(child, nn.Dropout) or any(True for _ in child.parameters()):
                 self.add_module(name, child)
             elif not entry["activation"]:
-                self.act = child  # which has another name in each class
+                self.act = child  # its name differs from class to class
         if entry["activation"]:
             self.act = ACT2FN[entry["activation"]]
         self.entry, self.rule = dict(entry), RULES[entry.get("rule", "plain")]
@@ -112,8 +123,9 @@ class NeuronsMLP(nn.Module):
         self.register_buffer(name, torch.zeros(size, dtype=torch.float32) if size else None)
 
     def init_block_weights(self) -> None:
-        """Nothing is cut, nothing added. By functions of torch.nn.init, which spare what was
-        loaded.
+        """Begin with nothing cut and nothing added.
+
+        The functions of torch.nn.init leave alone what was loaded.
         """
         for _, t in (*self.named_buffers(recurse=False), *self.named_parameters(recurse=False)):
             nn.init.zeros_(t)
@@ -122,7 +134,7 @@ class NeuronsMLP(nn.Module):
         return getattr(self, self.entry[part])
 
     def _product(self, x: Tensor) -> Tensor:
-        """h [..., F]"""
+        """Return the products h [..., F]."""
         if not self.entry["gate"]:
             return self._multiply(self._part("up")(x), None, self.threshold, None)
         if self.entry["fused"]:
@@ -136,7 +148,7 @@ class NeuronsMLP(nn.Module):
         return self.rule.multiply(self.act, g, u, t, t_up)
 
     def _complete(self, y: Tensor, x: Tensor) -> Tensor:
-        """y [..., H] with what is added to it."""
+        """Return y [..., H] with what is added to it."""
         if self.correction is not None:
             y = y + self.correction
         if self.bypass_out is not None:
@@ -147,14 +159,14 @@ class NeuronsMLP(nn.Module):
 
 
 class SparseMLP(NeuronsMLP):
-    """Takes the place of the MLP that it is built from.
+    """Take the place of the MLP that it is built from.
 
     With `sparse_decode`, one token without gradients reads only the rows of up and down whose
-    neuron is live. It is off
-    by default: it pays from some size and sparsity on, which `surgery bench` measures. The first
-    such token lays the rows of `down` out one a neuron, which is as fast for one sequence and for
-    prefill, slower for a few sequences in bf16 on a CPU. What a gather would bypass (hooks,
-    adapters, quantised or offloaded weights, a compiler) is computed densely.
+    neuron is live. It is off by default, because it pays only from some size and sparsity on, which
+    `surgery bench` measures. The first such token changes the layout of `down` in memory to one row
+    for each neuron. That is as fast for one sequence and for prefill, and slower for a few
+    sequences in bf16 on a CPU. A gather would bypass hooks, adapters, quantised or offloaded
+    weights, and a compiler; where there are any, the MLP is computed densely.
     """
 
     def __init__(self, base: nn.Module, entry: dict[str, Any], config: Any = None) -> None:
@@ -163,7 +175,7 @@ class SparseMLP(NeuronsMLP):
         self._threshold("threshold_inputs", 1 if entry.get("inputs") else 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., H] to [..., H]"""
+        """Map [..., H] to [..., H]."""
         if self.threshold_inputs is not None:
             x = _above(x, self.threshold_inputs)
         gathers = self.sparse_decode and self._gathers(x)
@@ -173,8 +185,9 @@ class SparseMLP(NeuronsMLP):
     # --- one token --------------------------------------------------------------------------------
 
     def _gathers(self, x: Tensor) -> bool:
-        """Whether x is one token that is decoded, and a gather reads just what the submodules
-        would.
+        """Return whether x is one token being decoded whose rows may be gathered.
+
+        They may where the submodules would read just the matrices that a gather does.
         """
         if x.numel() != self.hidden or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
@@ -185,14 +198,14 @@ class SparseMLP(NeuronsMLP):
         return fits and all(is_plain(self._part(part), x) for part in ("up", "down"))
 
     def _gathered(self, x: Tensor) -> Tensor:
-        """y of one token [..., H]."""
+        """Return y [..., H] of one token."""
         h, live = self._live(x.reshape(1, self.hidden))
         down = self._part("down")
         y = _sum_rows(self._rows_of_down(), live, h)
         return (y if down.bias is None else y + down.bias).view(x.shape)
 
     def _live(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The products of x [1, H] that are not zero [n], and which they are [n]."""
+        """Return the products of x [1, H] that are not zero [n], and their neurons [n]."""
         if self.rule.cuts_product or not self.entry["gate"]:
             h = self._product(x)[0]
             live = h.nonzero()[:, 0]
@@ -216,26 +229,27 @@ class SparseMLP(NeuronsMLP):
         return F.linear(x, both.weight[:f], None if both.bias is None else both.bias[:f])
 
     def _rows_of_up(self, x: Tensor, live: Tensor) -> Tensor:
-        """up of x [1, H] at the live neurons [n]."""
+        """Return up of x [1, H] at the live neurons [n]."""
         up = self._part("up")
         skip = len(up.weight) // 2 if self.entry["fused"] else 0
         u = _dot_rows(up.weight[skip:], live, x)
         return u if up.bias is None else u + up.bias[skip:][live]
 
     def _rows_of_down(self) -> Tensor:
-        """down's weight as [F, H], a row of memory for each neuron."""
+        """Return the weight of down as [F, H], with a row of memory for each neuron."""
         weight: Tensor = self._part("down").weight
         if self.entry["transposed"]:
             return weight
         if not weight.t().is_contiguous():
-            with torch.inference_mode(False):  # else it could never be trained again
+            with torch.inference_mode(False):  # or the weight could never be trained again
                 weight.data = weight.data.t().contiguous().t()
         return weight.t()
 
 
 def is_plain(module: nn.Module, x: Tensor, cast: bool = False) -> bool:
-    """Whether the module is no more than a matrix on the device of x, and in its dtype unless that
-    is `cast`.
+    """Return whether the module is no more than a matrix on the device of x.
+
+    It must have the dtype of x too, unless `cast` says that weights are cast to it.
     """
     if (
         not isinstance(module, (nn.Linear, Conv1D))
@@ -252,7 +266,7 @@ def is_plain(module: nn.Module, x: Tensor, cast: bool = False) -> bool:
 
 
 def _dot_rows(weight: Tensor, live: Tensor, x: Tensor) -> Tensor:
-    """weight[live] · x: [n], of weight [F, H] and x [1, H]."""
+    """Return weight[live] · x, [n], of weight [F, H] and x [1, H]."""
     if len(live) > GATHER * len(weight):
         return F.linear(x, weight)[0][live]
     if weight.device.type != "cpu":
@@ -264,8 +278,9 @@ def _dot_rows(weight: Tensor, live: Tensor, x: Tensor) -> Tensor:
 
 
 def _sum_rows(weight: Tensor, live: Tensor, h: Tensor) -> Tensor:
-    """Σ_i h_i · weight[live_i]: [H]. Without a copy of the rows: a bag for each thread, added
-    up.
+    """Return Σ_i h_i · weight[live_i], [H].
+
+    No row is copied: each thread sums a bag of them, and the bags are added up.
     """
     bags = GPU_BAGS if weight.device.type == "cuda" else torch.get_num_threads()
     starts = torch.arange(0, max(1, len(live)), max(1, -(-len(live) // bags)), device=live.device)
@@ -273,8 +288,9 @@ def _sum_rows(weight: Tensor, live: Tensor, h: Tensor) -> Tensor:
 
 
 def _scratch(weight: Tensor) -> Tensor:
-    """Memory of this thread for gathered rows: new memory for each gather would cost more than the
-    gather.
+    """Return this thread's memory for gathered rows.
+
+    New memory for each gather would cost more than the gather itself.
     """
     name = f"{weight.dtype}, {weight.shape[1]}"
     if not hasattr(_local, name):

@@ -1,20 +1,19 @@
 """An MLP whose activation can be trained: a learnable function beside the fixed one or in its
-place, for each channel or group.
+place, for each channel or group of channels.
 
-    spline    φ(x) = act(x) + Σ_i c_i B_i(x)          B_i the cubic B-splines on `grid` equal cells over ±range that are zero
-                                                      at both ends of it: outside, φ stays act. KAN,
-                                                          Liu et al. 2024, arXiv 2404.19756
-    rational  φ(x) = act(x) + P(x/r) / (1 + |Q(x/r)|) P of degree 5, Q of degree 4 without a
-    constant, r the range: the safe
-                                                      Padé unit of Molina et al. 2019, arXiv
-                                                      1907.06732
-    linear    φ(x) = c_i + t·(c_i+1 − c_i)            straight lines between `grid` + 1 knots over ±range, from which it goes on
-                                                      with the slopes that the activation has far
-                                                          out: no exponential is left
+    spline    φ(x) = act(x) + Σ_i c_i B_i(x)
+              B_i are the cubic B-splines on `grid` equal cells over ±range that are zero at both
+              ends; outside the range φ stays act (KAN, Liu et al. 2024, arXiv 2404.19756).
+    rational  φ(x) = act(x) + P(x/r) / (1 + |Q(x/r)|)
+              P has degree 5, Q degree 4 and no constant, and r is the range: the safe Padé unit
+              (Molina et al. 2019, arXiv 1907.06732).
+    linear    φ(x) = c_i + t·(c_i+1 − c_i)
+              Straight lines between `grid` + 1 knots over ±range. Outside, φ goes on with the
+              slopes that the activation has far out. No exponential is left to compute.
 
-Coefficients [groups, n] of zero leave the activation as it was, bit for bit; those of the last kind
-are its values at the knots. Each group is a run of neighbouring channels; a row for each channel,
-or one row for all, are the extremes. The submodules keep the names that they had.
+Coefficients [groups, n] of zero leave the activation as it was, bit for bit; those of "linear" are
+the values of φ at the knots. A group is a run of neighbouring channels, from a single channel to
+all of them. The submodules keep their names.
 
 Unlike in a KAN the function sits on the channels and not on every edge: the parameters of an MLP
 are not multiplied.
@@ -33,12 +32,12 @@ NUMERATOR, DENOMINATOR = 6, 4  # coefficients of P and Q
 
 
 def coefficients(kind: str, grid: int) -> int:
-    """How many coefficients a function has."""
+    """Return how many coefficients a function has."""
     return {"spline": grid - 3, "linear": grid + 1}.get(kind, NUMERATOR + DENOMINATOR)
 
 
 class SplineMLP(nn.Module):
-    """Takes the place of the MLP that it is built from, activation included."""
+    """Take the place of the MLP that it is built from, activation included."""
 
     def __init__(self, base: nn.Module, entry: dict[str, Any], config: Any = None) -> None:
         super().__init__()
@@ -55,8 +54,9 @@ class SplineMLP(nn.Module):
         self.coefficients = nn.Parameter(torch.zeros(shape, dtype=dtype))
 
     def init_block_weights(self) -> None:
-        """The activation as it was, or no activation where its knots are to be loaded. By a
-        function of torch.nn.init, which spares what was loaded.
+        """Begin with the activation as it was, or with zero where the knots are to be loaded.
+
+        The function of torch.nn.init leaves alone what was loaded.
         """
         nn.init.zeros_(self.coefficients)
 
@@ -64,12 +64,12 @@ class SplineMLP(nn.Module):
         return getattr(self, self.entry[part])
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., H] to [..., H]"""
+        """Map [..., H] to [..., H]."""
         y: Tensor = self._part("down")(self._product(x))
         return self.dropout(y) if hasattr(self, "dropout") else y
 
     def _product(self, x: Tensor) -> Tensor:
-        """h [..., F]"""
+        """Return the products h [..., F]."""
         if not self.entry["gate"]:
             return self.activate(self._part("up")(x))
         if self.entry["fused"]:
@@ -79,7 +79,7 @@ class SplineMLP(nn.Module):
         return self.activate(g) * u
 
     def activate(self, g: Tensor) -> Tensor:
-        """φ of pre-activations [..., F]."""
+        """Return φ of pre-activations [..., F]."""
         if self.kind == "linear":
             return self._linear(g.float()).to(g.dtype)
         learned = self._spline if self.kind == "spline" else self._rational
@@ -87,21 +87,21 @@ class SplineMLP(nn.Module):
         return activated + learned(g.float() / self.entry["range"]).to(activated.dtype)
 
     def _spline(self, x: Tensor) -> Tensor:
-        """Σ_i c_i B_i of x [..., F], which is ±1 at the ends of the grid; four splines are not zero
-        in a cell.
+        """Return Σ_i c_i B_i of x [..., F], which is ±1 at the ends of the grid.
+
+        In each cell four splines are not zero.
         """
         grid = self.entry["grid"]
         place = (x.clamp(-1, 1) + 1) * (grid / 2)
         cell = place.detach().nan_to_num().floor().clamp(0, grid - 1)
-        c = nn.functional.pad(
-            self.coefficients.float(), (3, 3)
-        )  # splines that would reach over the ends stay zero
+        # The splines that would reach over the ends have coefficients of zero.
+        c = nn.functional.pad(self.coefficients.float(), (3, 3))
         rows = torch.arange(x.shape[-1], device=x.device) // self.repeats * c.shape[1]
         first = cell.long() + rows
         return sum(w * c.take(first + i) for i, w in enumerate(_cubic(place - cell)))
 
     def _linear(self, x: Tensor) -> Tensor:
-        """φ of x [..., F] between the knots and beyond them."""
+        """Return φ of x [..., F], between the knots and beyond them."""
         grid, reach, (low, high) = self.entry["grid"], self.entry["range"], self.entry["slopes"]
         place = (x.clamp(-reach, reach) + reach) * (grid / (2 * reach))
         cell = place.detach().nan_to_num().floor().clamp(0, grid - 1)
@@ -113,7 +113,7 @@ class SplineMLP(nn.Module):
         return torch.lerp(c.take(first), c.take(first + 1), place - cell) + beyond
 
     def _rational(self, x: Tensor) -> Tensor:
-        """P / (1 + |Q|) of x [..., F]."""
+        """Return P / (1 + |Q|) of x [..., F]."""
         c = self.coefficients.float().repeat_interleave(self.repeats, 0)
         numerator = denominator = torch.zeros_like(x)
         for i in reversed(range(NUMERATOR)):
@@ -124,15 +124,16 @@ class SplineMLP(nn.Module):
 
 
 def _cubic(t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four cubic B-splines that are not zero in a cell, at 0 <= t <= 1 of it, leftmost
-    first.
+    """Return the four cubic B-splines that are not zero in a cell, at 0 <= t <= 1 of it.
+
+    The leftmost comes first.
     """
     s = 1 - t
     return s**3 / 6, (3 * t**3 - 6 * t**2 + 4) / 6, (3 * s**3 - 6 * s**2 + 4) / 6, t**3 / 6
 
 
 def _activation(base: nn.Module) -> nn.Module:
-    """The one child of the MLP that has no weights and is no dropout."""
+    """Return the one child of the MLP that has no weights and is no dropout."""
     found = [
         m
         for m in base.children()

@@ -25,10 +25,13 @@ from torch import Tensor
 from surgery import files
 from surgery.calibration.stock import parse_config, runs_custom_code
 from surgery.checkpoint import Checkpoint
+from surgery.checkpoint.edit import EMBEDDINGS
 from surgery.errors import SurgeryError
 
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")  # files of a folder that are read
 PIECE = 2**20  # characters tokenized at a time
+# Tables of learned positions: a model that has one cannot read further.
+_POSITIONS = ("wpe.weight", "embed_positions.weight", "position_embeddings.weight")
 # Files that a tokenizer may consist of.
 SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 
@@ -104,6 +107,7 @@ def sample_ids(
         vocab_size = parse_config(checkpoint).get_text_config().vocab_size
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(vocab_size, (rows, sequence_length), generator=generator)
+        _require_positions(checkpoint, sequence_length)
         return Sample(input_ids=ids, source=f"random ids, seed {seed} ({reason})", text=False)
     texts, name = _read(split, file, dataset)
     ids = _tokenize(tokenizer, texts, rows * sequence_length)
@@ -115,7 +119,35 @@ def sample_ids(
     rows = min(rows, len(ids) // sequence_length)
     ids = ids[: rows * sequence_length].view(rows, sequence_length)
     bos = torch.tensor(_bos(tokenizer), dtype=torch.long).expand(rows, -1)
-    return Sample(input_ids=torch.cat([bos, ids], dim=1), source=name, text=True)
+    ids = torch.cat([bos, ids], dim=1)
+    require_ids(checkpoint, ids, "the tokenizer")
+    _require_positions(checkpoint, ids.shape[1])
+    return Sample(input_ids=ids, source=name, text=True)
+
+
+def require_ids(checkpoint: Checkpoint, ids: Tensor, what: str) -> None:
+    """Raise SurgeryError for ids that the embedding has no row for; `what` gave them."""
+    tables = (t for n, t in checkpoint.tensors.items() if n.endswith(EMBEDDINGS))
+    rows = max((t.shape[0] for t in tables if t.shape), default=None)
+    if rows is not None and int(ids.max()) >= rows:
+        raise SurgeryError(
+            f"{what} gives the id {int(ids.max())}, and the model's embedding has {rows} rows "
+            f"({int((ids >= rows).sum())} of {ids.numel()} ids are beyond it)",
+            "restore the tokenizer that belongs to the model, or enlarge the model with "
+            "resize_token_embeddings()",
+        )
+
+
+def _require_positions(checkpoint: Checkpoint, length: int) -> None:
+    """Raise SurgeryError for sequences that are longer than a learned table of positions."""
+    if not any(n.endswith(_POSITIONS) for n in checkpoint.tensors):
+        return
+    positions = parse_config(checkpoint).get_text_config().max_position_embeddings
+    if length > positions:
+        raise SurgeryError(
+            f"sequences of {length} tokens, and the model has {positions} positions",
+            f"give --sequence-length {positions - 1} or less",
+        )
 
 
 def _tokenize(tokenizer: Any, texts: Iterable[str], wanted: int) -> Tensor:
@@ -161,7 +193,7 @@ def _pieces(file: Path) -> Iterator[str]:
     except (OSError, UnicodeDecodeError) as e:
         hint = "give a file of plain text in UTF-8"
         raise SurgeryError(f"cannot read {file}: {e}", hint) from None
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         hint = 'make every line like {"text": "..."}'
         raise SurgeryError(f'{file} has a line without "text": {e!r}', hint) from None
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from surgery.calibration import stock
+from surgery.calibration.data import require_ids
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError
 
@@ -33,7 +34,7 @@ def generate(
 
     Raises SurgeryError if the config names no token to begin with.
     """
-    start = _start(checkpoint)
+    start = first_id(checkpoint)
     model = stock.meta_model(checkpoint, dtype, device)
     stock.load(model, checkpoint.tensors, device)
     own = model.generation_config  # generate() takes from it whatever is None in `config`
@@ -52,12 +53,17 @@ def generate(
     return torch.cat(parts)
 
 
-def _start(checkpoint: Checkpoint) -> int:
-    """Return the id that begins a text: BOS, or else the end-of-sequence token."""
+def first_id(checkpoint: Checkpoint) -> int:
+    """Return the id that begins a text: BOS, or else the end-of-sequence token.
+
+    Raises SurgeryError if the config names neither, or one without an embedding.
+    """
     for key in ("bos_token_id", "eos_token_id"):
         found = checkpoint.text_config.get(key)
         if found is not None:
-            return int(found[0] if isinstance(found, list) else found)
+            start = int(found[0] if isinstance(found, list) else found)
+            require_ids(checkpoint, torch.tensor([[start]]), f"the {key} of config.json")
+            return start
     raise SurgeryError(
         "config.json has neither bos_token_id nor eos_token_id to begin a text with",
         "give a text with --text, and leave --generated out",

@@ -22,9 +22,10 @@ from surgery.calibration.data import Sample
 from surgery.calibration.observe import tapped
 from surgery.calibration.settings import Calibration
 from surgery.calibration.walk import Layer
-from surgery.checkpoint import Progress, Work
+from surgery.checkpoint import LazyTensor, Progress, Work
+from surgery.errors import SurgeryError
 from surgery.families import Blocks
-from surgery.fitting.repair import FEEDBACK, Rows
+from surgery.fitting.rows import FEEDBACK, Rows
 
 T = TypeVar("T")
 
@@ -75,6 +76,7 @@ def fit_layers(
     source = walk.twin()
     for layer in walk:
         for b, out in enumerate(layer.outputs(source)):
+            require_finite(out, layer, blocks)
             source[b] = out
         if layer.index in layers:
             if not work.has_all(f"{layer.index}."):
@@ -101,9 +103,33 @@ def costs_of_layers(
     for layer in calibration.walk(blocks.checkpoint, sample.input_ids):
         if layer.index in layers:
             outputs = list(layer.outputs())
+            for out in outputs:
+                require_finite(out, layer, blocks)
             found[layer.index] = cost(layer, observe(layer, blocks, sample, outputs, feedback=0.0))
         layer.run()
     return found
+
+
+def require_finite(out: Tensor, layer: Layer, blocks: Blocks) -> None:
+    """Raise SurgeryError where the source's layer writes NaN or Inf: nothing fits that."""
+    if out.isfinite().all():
+        return
+    checkpoint, own = blocks.checkpoint, set(blocks.names(layer.index))
+    elsewhere = {n for i in range(blocks.count) for n in blocks.names(i)} - own
+    read = (n for n in checkpoint.tensors if n not in elsewhere)
+    bad = next((n for n in read if not _is_finite(checkpoint.tensors[n])), None)
+    raise SurgeryError(
+        f"decoder layer {layer.index} of the source writes NaN or Inf on the calibration text",
+        f"{bad} holds such values: repair the source, or fetch it again"
+        if bad
+        else f"its weights are finite, so {str(out.dtype).removeprefix('torch.')} overflows: "
+        "calibrate with --calibration-dtype fp32",
+    )
+
+
+def _is_finite(tensor: LazyTensor) -> bool:
+    found = tensor.read()
+    return not found.is_floating_point() or bool(found.isfinite().all())
 
 
 def observe(

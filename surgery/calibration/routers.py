@@ -140,6 +140,7 @@ def work_of(begin: Beginning, mixture: Mixture) -> Work:
         total=blocks.count,
         title="routers",
         peak_memory=peak,
+        check=lambda: _require(begin, mixture.checkpoint),
     )
 
 
@@ -157,15 +158,24 @@ class _Text:
     kinds: Tensor
 
 
+def _calibrations(begin: Beginning) -> list[Calibration]:
+    """Return what is read of each text: all have the same share of the tokens."""
+    files = begin.texts or (begin.calibration.text,)
+    tokens = max(1, begin.calibration.tokens // len(files))
+    dataset = None if begin.texts else begin.calibration.dataset
+    own = dataclasses.replace(begin.calibration, tokens=tokens, dataset=dataset)
+    return [dataclasses.replace(own, text=file) for file in files]
+
+
+def _require(begin: Beginning, checkpoint: Checkpoint) -> None:
+    for calibration in _calibrations(begin):
+        calibration.require(checkpoint)
+
+
 def _text(begin: Beginning, checkpoint: Checkpoint, work: Work) -> _Text:
     import torch
 
-    files = begin.texts or (begin.calibration.text,)
-    each = dataclasses.replace(
-        begin.calibration, tokens=max(1, begin.calibration.tokens // len(files))
-    )
-    own = dataclasses.replace(each, dataset=None if begin.texts else each.dataset)
-    samples = [dataclasses.replace(own, text=f).sample(checkpoint) for f in files]
+    samples = [calibration.sample(checkpoint) for calibration in _calibrations(begin)]
     work.note(
         "sample", samples[0].as_dict() if len(samples) == 1 else [s.as_dict() for s in samples]
     )

@@ -87,6 +87,21 @@ class Calibration:
         )
         return self._extended(sample, checkpoint, written) if written else sample
 
+    def require(self, checkpoint: Checkpoint) -> None:
+        """Raise SurgeryError for what would keep a walk from beginning.
+
+        That is a device, a text or a tokenizer that is not there, or ids that the model has no
+        embedding for.
+        """
+        from surgery.calibration.walk import choose_device
+
+        choose_device(self.device)
+        replace(self, generated=0.0).sample(checkpoint)
+        if self.generated:
+            from surgery.calibration.generate import first_id
+
+            first_id(checkpoint)
+
     def _extended(self, sample: Sample, checkpoint: Checkpoint, written: int) -> Sample:
         """The sample and `written` sequences by the model itself, evenly mixed: the last rows are
         held out.

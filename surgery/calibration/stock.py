@@ -85,8 +85,9 @@ def meta_model(
     """Build the CausalLM class of the checkpoint in eval mode.
 
     Parameters are on the meta device, buffers are real. Attention is what `from_pretrained`
-    chooses, but eager if scores are soft-capped, since sdpa leaves the cap out. In fp64 (see
-    `calibration/fp64.py`) experts are eager too: grouped_mm has no fp64.
+    chooses, but eager if scores are soft-capped, since sdpa leaves the cap out. Experts are eager
+    too in fp64 (see `calibration/fp64.py`), which grouped_mm lacks, and in odd sizes, which it
+    refuses.
 
     Raises SurgeryError if transformers cannot build the model.
     """
@@ -94,10 +95,9 @@ def meta_model(
 
     with _folder(checkpoint) as folder, init_empty_weights(include_buffers=False), _quiet():
         config = _parse(checkpoint, folder)
+        _require_causal(config)
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
             config._attn_implementation = "eager"
-        if dtype == torch.float64:
-            config._experts_implementation = "eager"
         options = {"dtype": dtype, "trust_remote_code": runs_custom_code(checkpoint)}
         try:
             with arithmetic(dtype):
@@ -106,14 +106,25 @@ def meta_model(
             raise SurgeryError(
                 f"transformers {transformers.__version__} cannot build the model of config.json: "
                 f"{_first_line(e)}",
-                "upgrade transformers, or mend the config",
+                _remedy(checkpoint),
             ) from e
+    if dtype == torch.float64 or _has_odd_experts(model):
+        model.config._experts_implementation = "eager"
     # The auxiliary loss would want router logits of layers that are not there.
     model.config.output_router_logits = False
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = buffer if buffer is None else buffer.to(device)
     return model.eval()
+
+
+def _has_odd_experts(model: Any) -> bool:
+    """Return whether the rows of some fused experts [E, A, B] are no multiple of 16 bytes.
+
+    torch's grouped_mm refuses such strides: "strides should be multiple of 16 bytes".
+    """
+    fused = (p for p in model.parameters() if p.ndim == 3)
+    return any(size * p.element_size() % 16 for p in fused for size in p.shape[1:])
 
 
 def decoder_layers(model: Any, blocks: Blocks) -> tuple[str, nn.ModuleList]:
@@ -205,8 +216,27 @@ def _parse(checkpoint: Checkpoint, folder: Path) -> Any:
     except Exception as e:  # what it raises for a wrong value depends on the class
         raise SurgeryError(
             f"transformers {transformers.__version__} cannot read config.json: {_first_line(e)}",
-            "upgrade transformers, or mend the config",
+            _remedy(checkpoint),
         ) from None
+
+
+def _remedy(checkpoint: Checkpoint) -> str:
+    """Return what to do about a config that transformers refuses: a newer one may know the type."""
+    kind = checkpoint.config.get("model_type")
+    if kind in transformers.CONFIG_MAPPING or checkpoint.custom_code:
+        return "mend config.json: this transformers knows the model_type, and not these values"
+    return f"upgrade transformers: this one does not know the model_type {kind!r}"
+
+
+def _require_causal(config: Any) -> None:
+    """Raise SurgeryError for a model that transformers knows, but not as a language model."""
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if config.model_type in transformers.CONFIG_MAPPING and type(config) not in known:
+        raise SurgeryError(
+            f"{config.model_type} is no language model to transformers: it has no class for "
+            "causal text of that model_type",
+            "give a text-only model; `surgery families` lists what is supported",
+        )
 
 
 def runs_custom_code(checkpoint: Checkpoint) -> bool:
@@ -400,7 +430,7 @@ def outer_names(blocks: Blocks) -> list[str]:
 
     They are those of embeddings, final norm and head.
     """
-    layer = re.compile(rf"{re.escape(blocks.prefix)}\d+\.")
+    layer = re.compile(rf"{re.escape(blocks.prefix)}[0-9]+\.")
     return [n for n in blocks.checkpoint.tensors if not layer.match(n) and not _other_modality(n)]
 
 

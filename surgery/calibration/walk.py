@@ -29,6 +29,7 @@ from surgery.calibration.prefetch import Prefetch
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import locate
+from surgery.families.classes import without_head
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Positions = tuple[slice, slice]  # rows and positions of input_ids
@@ -341,7 +342,7 @@ class Walk:
     def _require(self, missing: Sequence[str], where: str = "") -> None:
         """Raise SurgeryError if parameters are missing."""
         if missing:
-            raise SurgeryError(
+            raise without_head(self.checkpoint, missing) or SurgeryError(
                 f"{where}the checkpoint has no tensor for {missing[0]} ({len(missing)} such)",
                 "check that the checkpoint is complete and that config.json is its own",
             )

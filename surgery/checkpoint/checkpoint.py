@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from surgery.checkpoint.parsing import is_number
 from surgery.checkpoint.tensors import LazyTensor, SourceFile
 from surgery.checkpoint.work import Progress, Work
 
@@ -23,11 +24,13 @@ class Source:
         location: a folder, a file, a Hub id or a URL.
         revision: the commit that a Hub id was pinned to.
         folder: the folder on this disk, which no output may touch.
+        strip_prefix: what was stripped from the names of tensors.
     """
 
     location: str
     revision: str | None = None
     folder: str | None = None
+    strip_prefix: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,7 @@ class Pending:
         total: how many units `progress` is told of.
         identity: a line that changes whenever the choice may.
         choose: makes the choice, told of progress: the parameters that change, as JSON.
+        check: raises SurgeryError for what is known to keep the walk from beginning.
         asked: the parameters that ask for the choice, as a recipe holds them.
     """
 
@@ -50,6 +54,7 @@ class Pending:
     total: int
     identity: str
     choose: Callable[[Progress], dict[str, Any]]
+    check: Callable[[], None] = lambda: None
     asked: dict[str, Any]
 
 
@@ -96,6 +101,7 @@ class Checkpoint:
         shards: the safetensors file of the source that holds each tensor whole, by tensor name.
         custom_code: whether loading the source runs code of its own (`auto_map` in its config).
         card: the source's README.md; the card of an output takes over its metadata.
+        notes: what the user should know of the source, such as files that are ignored.
     """
 
     config: Mapping[str, Any]
@@ -106,6 +112,7 @@ class Checkpoint:
     shards: Mapping[str, SourceFile] = field(default_factory=dict)
     custom_code: bool = False
     card: SourceFile | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -138,4 +145,6 @@ class Checkpoint:
 
 def natural_key(name: str) -> list[tuple[int, str | int]]:
     """Return a sort key that puts `layers.2` before `layers.10`."""
-    return [(1, int(part)) if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+    return [
+        (1, int(part)) if is_number(part) else (0, part) for part in re.split(r"([0-9]+)", name)
+    ]

@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from surgery.checkpoint.parsing import Unreadable, read_json
+
 
 def complete(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with both versions' names for the dtype and the rotary embeddings.
@@ -105,8 +107,8 @@ def side_file(name: str, data: bytes) -> bytes:
     if name != "tokenizer_config.json" or b"TokenizersBackend" not in data:
         return data
     try:
-        config = json.loads(data)
-    except ValueError:
+        config = read_json(data, name, "")
+    except Unreadable:
         return data  # A broken file is copied as it is.
     if not isinstance(config, dict) or config.get("tokenizer_class") != "TokenizersBackend":
         return data

@@ -6,9 +6,12 @@ is an error that names it.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from surgery.checkpoint.parsing import read_json
 from surgery.checkpoint.schema import Schema, violations
 from surgery.errors import SurgeryError
 
@@ -33,7 +36,19 @@ _POSITIVE = (
     "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head",
     "vocab_size",
 )  # fmt: skip
+# What is counted here is made one by one, so that a huge number would never come to an end. Other
+# fields of such names, also in the configs of towers, have the limit of layers.
+_LAYERS, _EXPERTS, _LABELS = 10_000, 20_000, 100_000
 _MOST = 2**31
+_LIMITS = (
+    (re.compile(r"num_labels"), _LABELS),
+    (
+        re.compile(r"(n|num|moe_num)_(\w+_)?experts(_per_tok|_per_token)?|moe_top_?k|moe_k"),
+        _EXPERTS,
+    ),
+    (re.compile(r"(n|num)_(\w+_)?(layers?|blocks|stages|codebooks)"), _LAYERS),
+    (re.compile(r"(\w+_)?depths?|(en|de)coder_layers"), _LAYERS),
+)
 _NUMBERS = (
     "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct",
     "rms_norm_eps", "layer_norm_eps", "initializer_range",
@@ -88,6 +103,9 @@ def _list_of(items: Schema) -> Schema:
 _SCHEMA = _schema()
 
 
+_REPAIR = "download it again, or repair it"
+
+
 class MissingField(SurgeryError, KeyError):  # noqa: N818
     """A field that is needed and that config.json does not have."""
 
@@ -114,11 +132,17 @@ def check(config: dict[str, Any], where: str) -> Config:
     for name, part in (("", config), ("text_config.", config.get("text_config"))):
         if part is not None:
             for message in _wrong(part):
-                raise SurgeryError(
-                    f"{where}: {name}{message[:200]}", "download it again, or repair it"
-                )
+                raise SurgeryError(f"{where}: {name}{message[:200]}", _REPAIR)
     text = config.get("text_config")
     return Config(config | ({"text_config": Config(text)} if text is not None else {}))
+
+
+def parse_config(data: bytes | str, where: str) -> Config:
+    """Return the config in the bytes of a config.json, checked; `where` names it in errors."""
+    config = read_json(data, where, _REPAIR)
+    if not isinstance(config, dict):
+        raise SurgeryError(f"{where} is not a JSON object", _REPAIR)
+    return check(config, where)
 
 
 def _wrong(part: Any) -> Iterator[str]:
@@ -128,6 +152,7 @@ def _wrong(part: Any) -> Iterator[str]:
     if isinstance(part, Mapping):
         yield from _wrong_blocks(part)
         yield from _wrong_counts(part)
+        yield from _too_many(part)
 
 
 def _wrong_blocks(part: Mapping[str, Any]) -> Iterator[str]:
@@ -148,7 +173,23 @@ def _wrong_counts(part: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} is {value}"
 
 
+def _too_many(part: Any) -> Iterator[str]:
+    """Yield the numbers of things that nobody could make one by one, at any depth."""
+    for name, value in part.items() if isinstance(part, Mapping) else ():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, Mapping):
+                yield from _too_many(number)
+            elif isinstance(number, int) and not number <= _most(str(name)):
+                yield f"{name} is {number}, more than {_most(str(name)):,}"
+
+
+def _most(name: str) -> int | float:
+    """Return the largest whole number that a field of this name can hold."""
+    return next((most for pattern, most in _LIMITS if pattern.fullmatch(name)), math.inf)
+
+
 def _fits(name: str, block: Mapping[str, Any]) -> bool:
     """Return whether a block of experts states this size, within its limits."""
     value = block.get(name)
-    return isinstance(value, int) and int(name != "shared_neurons") <= value < _MOST
+    most = min(_MOST - 1, _EXPERTS if name == "experts" else _MOST)
+    return isinstance(value, int) and int(name != "shared_neurons") <= value <= most

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from surgery.checkpoint.parsing import read_json
 from surgery.checkpoint.tensors import DTYPES, Extent, LazyTensor, SourceFile
 from surgery.errors import SurgeryError
 
@@ -48,10 +49,7 @@ def read_header(file: SourceFile, read: Callable[[int, int], bytes]) -> dict[str
 
 
 def _parse(raw: bytes, file: SourceFile, data: int) -> dict[str, LazyTensor]:
-    try:
-        entries = json.loads(raw)
-    except (ValueError, RecursionError) as e:
-        raise SurgeryError(f"{file.name} has a header that is not JSON ({e})", _AGAIN) from None
+    entries = read_json(raw, f"the header of {file.name}", _AGAIN)
     if not isinstance(entries, dict):
         raise SurgeryError(f"{file.name} has a header that is not a JSON object", _AGAIN)
     entries.pop("__metadata__", None)

@@ -90,7 +90,7 @@ def parse_size(text: str) -> int:
 
     Raises UsageError for anything else, and for less than one byte.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     unit = _UNITS.get(match[2].upper()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if not size:
@@ -157,7 +157,7 @@ def _verbatim(checkpoint: Checkpoint) -> tuple[Shard, ...] | None:
 
 def _standard(name: str) -> bool:
     """Return whether transformers finds a weight file of this name."""
-    return bool(re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name))
+    return bool(re.fullmatch(r"model(-[0-9]+-of-[0-9]+)?\.safetensors", name))
 
 
 def _pack(tensors: Mapping[str, LazyTensor], limit: int) -> tuple[Shard, ...]:

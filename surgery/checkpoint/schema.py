@@ -45,7 +45,7 @@ _PYTHON: dict[str, tuple[type, ...]] = {
 # Layer numbers as text, such as "0-7,12".
 _LAYERS = {
     "type": "string",
-    "pattern": r"^\s*\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*\s*$",
+    "pattern": r"^\s*[0-9]+(\s*-\s*[0-9]+)?(\s*,\s*[0-9]+(\s*-\s*[0-9]+)?)*\s*$",
 }
 
 
@@ -180,7 +180,11 @@ def violations(value: Any, schema: Schema, path: Keys = ()) -> Iterator[Violatio
         names = " or ".join(_names(schema["type"]))
         what = f"item {path[-1]} of {path[-2]}" if isinstance(path[-1], int) else path[-1]
         yield Violation(path=path, message=f"{what} is {value!r}", hint=f"give {names}")
-    elif "pattern" in schema and isinstance(value, str) and not re.search(schema["pattern"], value):
+    elif (
+        "pattern" in schema
+        and isinstance(value, str)
+        and not re.fullmatch(schema["pattern"], value)
+    ):
         yield Violation(path=path, message=f"{path[-1]} is {value!r}", hint="write it like 0-7,12")
     elif isinstance(value, Mapping):
         yield from _of_mapping(value, schema, path)

@@ -63,7 +63,8 @@ class Work:
     `report`.
 
     `identity` is a line that changes whenever a value may: source, parameters, data. `total` counts
-    what `progress` is told (layers). `peak_memory` is an upper bound in bytes.
+    what `progress` is told (layers). `peak_memory` is an upper bound in bytes. `check` raises
+    SurgeryError for what is known to keep the work from beginning, such as text that is not there.
     """
 
     def __init__(
@@ -74,11 +75,12 @@ class Work:
         total: int,
         title: str = "calibrating",
         peak_memory: int = 0,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.identity = hashlib.sha256(identity.encode()).hexdigest()
         self.title, self.total, self.peak_memory = title, total, peak_memory
         self.report: dict[str, Any] = {}
-        self._run = run
+        self._run, self.check = run, check
         self._folder: Path | None = None
         self._lock = (
             threading.RLock()

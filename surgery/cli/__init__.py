@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import click
 
 from surgery import __version__
 from surgery.errors import ReportedElsewhere, SurgeryError, UsageError
+from surgery.quoting import printable
 
 COMMANDS = {  # those with a module here, in the order of the help
     "inspect": "Weigh a model: parameters, FLOPs, bytes, milliseconds per token.",
@@ -128,6 +130,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if arguments[0] in _ALONE:
             return 0
         sys.stdout = sys.stderr = _nowhere()  # the first process speaks for all
+    logging.setLogRecordFactory(_LogRecord)
     try:
         code = surgery.main(arguments, prog_name="surgery", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -159,9 +162,18 @@ def _failed(error: BaseException) -> int:
         full = e.errno == errno.ENOSPC
         hint = "free some space, then run the same command again" if full else _DEBUG
         return _report(f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}", hint, 1)
+    except RecursionError:
+        return _report("something in this model is nested too deeply to be read", _DEBUG, 1)
     except Exception as e:
         first = str(e).splitlines()[0] if str(e) else ""
         return _report(f"unexpected {type(e).__name__}: {first}", f"this is a bug; {_DEBUG}", 1)
+
+
+class _LogRecord(logging.LogRecord):
+    """A message of transformers or another library, which may quote a config."""
+
+    def getMessage(self) -> str:  # noqa: N802
+        return printable(super().getMessage(), lines=True)
 
 
 _DEBUG = "SURGERY_DEBUG=1 shows where"
@@ -187,11 +199,10 @@ def _report(message: str, hint: str, code: int) -> int:
         import traceback
 
         traceback.print_exc()
-    message = " ".join(
-        line.strip() for line in message.splitlines()
-    )  # click lists choices in lines
+    # click lists choices in lines.
+    message = printable(" ".join(line.strip() for line in message.split("\n")))
     prefix = "" if interrupted else click.style("error: ", fg="red", bold=True)
     click.echo(prefix + message, err=True)
     if hint:
-        click.echo(f"hint: {hint}", err=True)
+        click.echo(f"hint: {printable(hint)}", err=True)
     return code

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from surgery.cli.options import strip_prefix
 from surgery.cli.paths import LOCATION, UserPath
 from surgery.errors import UsageError
 
@@ -38,6 +39,7 @@ class Run:
     memory_budget: str | None
     seed: int
     revision: str | None
+    strip_prefix: str | None
     trust_remote_code: bool
 
 
@@ -105,6 +107,7 @@ class Run:
     "--seed", default=0, show_default=True, help="Choose other tokens to compute CETT from."
 )
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
+@strip_prefix
 @click.option(
     "--trust-remote-code", is_flag=True, help="Allow code that comes with the checkpoint to run."
 )
@@ -162,7 +165,7 @@ def _open(run: Run) -> tuple[Checkpoint, Sample]:
     from surgery.storage import open_checkpoint
     from surgery.workflow.trust import require_trust
 
-    checkpoint = open_checkpoint(run.model, revision=run.revision)
+    checkpoint = open_checkpoint(run.model, revision=run.revision, strip_prefix=run.strip_prefix)
     require_trust(checkpoint, run.trust_remote_code)
     sample = sample_ids(
         checkpoint,
@@ -203,17 +206,17 @@ def _write(found: Analysis, timed_on: Device, out: Path) -> None:
 
 
 def _show(found: Analysis, timed_on: Device, out: Path | None) -> None:
-    from surgery.cli.inspect import show
+    from surgery.cli.screen import show
     from surgery.report import analysis as report
     from surgery.report.png import draws_png
 
     for part in report.tables(found, timed_on):
-        click.echo(part) if isinstance(part, str) else show(part)
+        show(part)
     if out is not None:
         names = [str(out / n) for n in ("analysis.json", "analysis.safetensors", "report.html")]
-        click.echo(f"wrote {names[0]}, {names[1]} and {names[2]}")
+        show(f"wrote {names[0]}, {names[1]} and {names[2]}")
         if not draws_png():
-            click.echo("note: no PNGs without matplotlib: pip install 'model-surgery[plot]'")
+            show("note: no PNGs without matplotlib: pip install 'model-surgery[plot]'")
 
 
 def _sink(out: Path) -> Callable[[int, Tensor], None]:

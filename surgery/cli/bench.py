@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from surgery.cli.options import strip_prefix
 from surgery.cli.paths import LOCATION
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     help="Compute in. [default: bf16 where that is fast]",
 )
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
+@strip_prefix
 @click.option(
     "--trust-remote-code", is_flag=True, help="Let code that comes with the checkpoint run."
 )
@@ -50,6 +52,7 @@ def bench_command(
     device: str | None,
     dtype: str | None,
     revision: str | None,
+    strip_prefix: str | None,
     trust_remote_code: bool,
     as_json: bool,
     quiet: bool,
@@ -77,7 +80,7 @@ def bench_command(
     if computing == "mps" and device:
         raise UsageError("neurons are skipped on cuda and cpu only", "give --device cpu")
     computing = computing if computing != "mps" else "cpu"
-    checkpoint = open_checkpoint(model, revision=revision)
+    checkpoint = open_checkpoint(model, revision=revision, strip_prefix=strip_prefix)
     require_trust(checkpoint, trust_remote_code)
     sample = sample_ids(checkpoint, tokens=tokens, sequence_length=min(tokens, 512))
     with screen.Bars(quiet=quiet or as_json).stage("timing", 0, "layer") as progress:

@@ -190,7 +190,6 @@ def _sweep(
     from surgery.calibration.settings import Calibration
     from surgery.cli import screen
     from surgery.report import carve_sweep as report
-    from surgery.storage import open_checkpoint
     from surgery.workflow.carve_sweep import sweep
     from surgery.workflow.trust import require_trust
 
@@ -199,7 +198,7 @@ def _sweep(
     options["calibration"] = Calibration.of(options["calibration"])
     if common.silent:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    source = open_checkpoint(common.model, revision=common.revision, stream=common.stream)
+    source = common.open()
     require_trust(source, common.trust_remote_code)
     with screen.Bars(quiet=common.silent).stage("carving", 0, "layer") as progress:
         found = sweep(source, fractions=fractions, progress=progress, **options)

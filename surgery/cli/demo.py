@@ -119,9 +119,9 @@ def _beginning() -> str:
 
 def _command(recipe: str, out: Path) -> str:
     """Return the command that makes this output alone."""
-    import shlex
+    from surgery.quoting import command
 
-    return shlex.join(["surgery", "run", recipe, "--out", str(out)])
+    return command("surgery", "run", recipe, "--out", out)
 
 
 def _show(result: Result) -> None:

@@ -29,7 +29,7 @@ def finetune_script_command(folder: Path, dry_run: bool, as_json: bool, quiet: b
     """
     from surgery import finetune
     from surgery.cli import screen
-    from surgery.storage.record import read_record
+    from surgery.workflow.record import read_record
 
     files = finetune.of_folder(folder, read_record(folder))
     if not dry_run:
@@ -38,5 +38,5 @@ def finetune_script_command(folder: Path, dry_run: bool, as_json: bool, quiet: b
         screen.echo_json({str(folder / name): len(data) for name, data in files.items()})
     elif not quiet:
         for name, data in files.items():
-            click.echo(f"{len(data):8,}  {folder / name}")
+            screen.show(f"{len(data):8,}  {folder / name}")
     return 0

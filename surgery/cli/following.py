@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.config import parse_config
 from surgery.files import JSON_LIMIT, content
 from surgery.proof import verdict
+from surgery.quoting import command, python
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -29,17 +29,17 @@ def _commands(folder: Path, record: Mapping[str, Any], pushed: str) -> Iterator[
     name = pushed or str(folder)
     yield "load", load(name, trust=needs_trust(folder), text=_has_tokenizer(folder))
     if has_zeros(record):
-        yield "time", shlex.join(["surgery", "bench", str(folder)])
+        yield "time", command("surgery", "bench", folder)
     script = folder / "finetune" / "finetune.py"
     if script.is_file():
-        yield "fine-tune", shlex.join(["python", str(script), "--smoke"])
+        yield "fine-tune", command("python", script, "--smoke")
     if not pushed and (record.get("verification") or {}).get("passed"):
-        yield "publish", f"{shlex.join(['surgery', 'push', str(folder)])} OWNER/NAME"
+        yield "publish", command("surgery", "push", folder, "OWNER/NAME")
 
 
 def load(name: str, *, trust: bool = False, text: bool = True) -> str:
     """Return the command that loads a model and, with a tokenizer, prints what it writes."""
-    given = json.dumps(name, ensure_ascii=False)
+    given = python(name)
     more = ", trust_remote_code=True" if trust else ""
     if text:
         made = f'pipeline("text-generation", {given}{more})("The", max_new_tokens=20)'
@@ -47,12 +47,13 @@ def load(name: str, *, trust: bool = False, text: bool = True) -> str:
     else:
         made = f"AutoModelForCausalLM.from_pretrained({given}{more})"
         code = f"from transformers import AutoModelForCausalLM; print({made})"
-    return shlex.join(["python", "-c", code])
+    return command("python", "-c", code)
 
 
 def needs_trust(folder: Path) -> bool:
     """Whether loading the output runs code that is saved with it."""
-    return "auto_map" in json.loads(content(folder / "config.json", JSON_LIMIT))
+    path = folder / "config.json"
+    return "auto_map" in parse_config(content(path, JSON_LIMIT), str(path))
 
 
 def has_zeros(record: Mapping[str, Any]) -> bool:

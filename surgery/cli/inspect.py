@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from surgery.cli.options import strip_prefix
 from surgery.cli.paths import UserPath
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from surgery.analysis.weigh import Weights
 
 WEIGHTS = ("*.safetensors", "*.bin")
-PIPED = 120  # columns
 
 
 @click.command(
@@ -59,6 +56,7 @@ PIPED = 120  # columns
     help="Draw the shares and the roofline to a .png, .svg or .pdf file.",
 )
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
+@strip_prefix
 def inspect_command(
     model: str,
     device: str,
@@ -68,6 +66,7 @@ def inspect_command(
     as_json: bool,
     plot_file: Path | None,
     revision: str | None,
+    strip_prefix: str | None,
 ) -> None:
     """Weigh MODEL without reading its weights.
 
@@ -86,33 +85,22 @@ def inspect_command(
       surgery inspect openai/gpt-oss-120b --json
       surgery inspect ./checkpoint --plot weights.png
     """
-    import json
-
     from surgery.analysis.devices import decode, parse_device
+    from surgery.cli.screen import echo_json, show
     from surgery.report import inspection
 
     step_device = parse_device(device)
-    weights, name = _weigh(model, revision)
+    weights, name = _weigh(model, revision, strip_prefix)
     step = decode(weights, step_device, batch=batch, dtype=dtype, context=context)
     if plot_file:
         inspection.plot(weights, step, name, plot_file)
     if as_json:
-        click.echo(json.dumps(inspection.as_dict(weights, step), indent=2))
+        echo_json(inspection.as_dict(weights, step))
     else:
         show(inspection.render(weights, step, name))
 
 
-def show(report: RenderableType) -> None:
-    """Print a report as wide as the terminal, or, in a pipe, as COLUMNS says (120 by default)."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
-        console.width = PIPED  # rich would assume 80 columns and wrap the tables
-    console.print(report)
-
-
-def _weigh(model: str, revision: str | None) -> tuple[Weights, str]:
+def _weigh(model: str, revision: str | None, prefix: str | None) -> tuple[Weights, str]:
     """Return the weights, and what to call the model."""
     from surgery.analysis.weigh import shapes_of, weigh
     from surgery.files import expanded
@@ -125,7 +113,7 @@ def _weigh(model: str, revision: str | None) -> tuple[Weights, str]:
         return weigh(shapes_of(config), config), name
     from surgery.storage import open_checkpoint
 
-    checkpoint = open_checkpoint(model, revision=revision)
+    checkpoint = open_checkpoint(model, revision=revision, strip_prefix=prefix)
     location = Path(checkpoint.source.location)
     name = location.resolve().name if location.exists() else str(checkpoint.source.location)
     return weigh(checkpoint, checkpoint.config), name
@@ -146,21 +134,16 @@ def _bare_config(path: Path) -> Path | None:
 
 def _read(path: Path) -> Mapping[str, Any]:
     """Return a config.json, checked."""
-    import json
-
-    from surgery.checkpoint.config import check
+    from surgery.checkpoint.config import parse_config
     from surgery.errors import SurgeryError
     from surgery.files import JSON_LIMIT, content
 
     try:
-        config = json.loads(content(path, JSON_LIMIT))
+        found = parse_config(content(path, JSON_LIMIT), str(path))
     except FileNotFoundError as error:
         hint = "give a folder, a Hub id or a config.json"
         raise SurgeryError(f"{path} does not exist", hint) from error
-    except ValueError as error:
-        hint = "give the model's config.json"
-        raise SurgeryError(f"{path} is not JSON: {error}", hint) from error
-    if not isinstance(config, dict) or "model_type" not in config:
+    if "model_type" not in found:
         hint = "give the config.json of a Hugging Face checkpoint"
         raise SurgeryError(f"{path} has no model_type", hint)
-    return check(config, str(path))
+    return found

@@ -135,7 +135,7 @@ def memory_command(
 
 def parse_slots(text: str) -> int:
     """Parse a number like "4096", "4k" or "1M". Raises click.UsageError for anything else."""
-    match = re.fullmatch(r"(\d+)([kKmM]?)", text)
+    match = re.fullmatch(r"([0-9]{1,12})([kKmM]?)", text)
     if not match:
         raise click.UsageError(
             f"--slots {text} is no number of slots: write it like 4096, 64k or 1M"

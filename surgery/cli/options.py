@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from surgery.checkpoint.parsing import is_number
 from surgery.cli.paths import LOCATION
 from surgery.files import is_url
 
@@ -25,9 +26,15 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Decorator = Callable[[Any], Any]
 
+strip_prefix: Decorator = click.option(
+    "--strip-prefix",
+    metavar="PREFIX",
+    help="Strip PREFIX from the names of tensors, like the module. of a wrapped model.",
+)
 _CONVERTING: dict[str, Decorator] = {
     "model": click.argument("model", type=LOCATION, default="."),
     "revision": click.option("--revision", help="Branch, tag or commit of a Hub id."),
+    "strip_prefix": strip_prefix,
     "dtype": click.option(
         "--dtype",
         metavar="NAME",
@@ -47,6 +54,12 @@ _WRITING: dict[str, Decorator] = {
         "[default: beside MODEL, named after the conversion]",
     ),
     "no_verify": click.option("--no-verify", is_flag=True, help="Leave out the verification."),
+    "allow_nonfinite": click.option(
+        "--allow-nonfinite",
+        is_flag=True,
+        help="Let a source pass whose logits are NaN or Inf: nothing can be compared with it, and "
+        "the card says so.",
+    ),
     "push": click.option(
         "--push",
         metavar="REPO",
@@ -129,10 +142,12 @@ class CommonOptions:
 
     model: str
     revision: str | None
+    strip_prefix: str | None
     dtype: str | None
     max_shard_size: str | None
     out: str | None
     no_verify: bool
+    allow_nonfinite: bool
     push: str | None
     private: bool
     pr: bool
@@ -143,6 +158,17 @@ class CommonOptions:
     as_json: bool
     quiet: bool
     finetune: Mapping[str, Any] = field(default_factory=dict)
+
+    def open(self) -> Checkpoint:
+        """Open the source."""
+        from surgery.storage import open_checkpoint
+
+        return open_checkpoint(
+            self.model,
+            revision=self.revision,
+            stream=self.stream,
+            strip_prefix=self.strip_prefix,
+        )
 
     @property
     def silent(self) -> bool:
@@ -229,7 +255,6 @@ def execute(
     It may be one of several processes that do this together.
     """
     from surgery.operations.cast import cast
-    from surgery.storage import open_checkpoint
     from surgery.storage.processes import together
     from surgery.workflow.trust import require_trust
 
@@ -237,7 +262,7 @@ def execute(
         if common.quiet or common.as_json or not sys.stderr.isatty():
             os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         _check_delivery(common)
-        source = open_checkpoint(common.model, revision=common.revision, stream=common.stream)
+        source = common.open()
         require_trust(source, common.trust_remote_code)
         output = operation(source)
         if common.dtype:
@@ -245,11 +270,12 @@ def execute(
         if common.print_recipe:
             return _print_recipe(common, output)
         if common.dry_run:
-            return _show_plan(common, source, output)
+            return _show_plan(common, source, output, hardlink)
         return _convert(common, source, output, hardlink, group)
 
 
 def _print_recipe(common: CommonOptions, output: Checkpoint) -> int:
+    from surgery.cli import screen
     from surgery.workflow import recipe
 
     push = None
@@ -262,18 +288,31 @@ def _print_recipe(common: CommonOptions, output: Checkpoint) -> int:
         finetune=common.finetune,
         push=push,
     )
-    click.echo(recipe.dump(made), nl=False)
+    screen.echo(recipe.dump(made), end="")
     return 0
 
 
-def _show_plan(common: CommonOptions, source: Checkpoint, output: Checkpoint) -> int:
+def _show_plan(
+    common: CommonOptions, source: Checkpoint, output: Checkpoint, hardlink: bool
+) -> int:
     from surgery.cli import screen
     from surgery.cli.plan import show_plan
     from surgery.workflow import dry_run
+    from surgery.workflow.delivery import is_delivered
 
-    out, verify = _folder(common, source, output), not common.no_verify
-    size = common.shard_bytes
-    planned = dry_run.describe(source, output, out, max_shard_size=size, verify=verify)
+    out, size = _folder(common, source, output), common.shard_bytes
+    if common.url and not any(step.pending for step in output.steps):
+        is_delivered(output, size, common.url)  # raises where the URL holds something else
+    planned = dry_run.describe(
+        source,
+        output,
+        out,
+        max_shard_size=size,
+        verify=not common.no_verify,
+        hardlink=hardlink,
+        finetune=common.finetune,
+        trust_remote_code=common.trust_remote_code,
+    )
     if common.url:
         planned |= {"out": common.url, "staged": str(out)}
     if common.as_json:
@@ -296,7 +335,8 @@ def _convert(
     common: CommonOptions, source: Checkpoint, output: Checkpoint, hardlink: bool, group: Group
 ) -> int:
     from surgery.cli import screen
-    from surgery.workflow.convert import convert, scratch
+    from surgery.workflow.checks import scratch
+    from surgery.workflow.convert import convert
     from surgery.workflow.delivery import is_delivered
     from surgery.workflow.settle import settle
 
@@ -316,6 +356,7 @@ def _convert(
         max_shard_size=common.shard_bytes,
         hardlink=hardlink,
         verify=not common.no_verify,
+        allow_nonfinite=common.allow_nonfinite,
         finetune=common.finetune,
         trust_remote_code=common.trust_remote_code,
         command=command_line(),
@@ -341,7 +382,7 @@ def _check_delivery(common: CommonOptions) -> None:
         require_known(common.url)
     if common.push and common.url:
         raise UsageError("both --push and a URL", "push from a folder on this disk")
-    if common.push and not (common.dry_run or common.print_recipe):
+    if common.push and not common.print_recipe:
         from surgery.workflow import publish
 
         publish.require_token(common.push)
@@ -404,6 +445,6 @@ def command_line() -> str:
 
 def parse_rank(text: str) -> int | str:
     """Return a rank, or "full". Raises click.BadParameter for anything else."""
-    if text == "full" or text.isdecimal():
+    if text == "full" or is_number(text):
         return text if text == "full" else int(text)
     raise click.BadParameter(f"{text!r} is no rank: give a number or full", param_hint="--bypass")

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich.table import Table
 
 from surgery.cli import following, screen
 from surgery.proof import verdict
 from surgery.proof.verdict import FILES, TEXTS
+from surgery.quoting import printable
 from surgery.report import methods
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ def show_next(folder: Path, record: Mapping[str, Any], *, pushed: str = "") -> N
 
 def report_failure(folder: Path) -> None:
     """Print that an output did not pass, on stderr."""
-    click.echo(f"error: {folder} does not pass its verification", err=True)
-    record = folder / "surgery.json"
-    click.echo(f"hint: {record} names what failed; the output stays for you to look at", err=True)
+    screen.echo(f"error: {printable(str(folder))} does not pass its verification", err=True)
+    record = printable(str(folder / "surgery.json"))
+    screen.echo(f"hint: {record} names what failed; the output stays for you to look at", err=True)
 
 
 # --- tables ---------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from surgery.checkpoint import Checkpoint
 from surgery.cli import screen
 from surgery.cli.screen import gigabytes
+from surgery.quoting import command
 
 
 def show_plan(plan: Mapping[str, Any], source: Checkpoint) -> None:
@@ -32,7 +32,8 @@ def show_plan(plan: Mapping[str, Any], source: Checkpoint) -> None:
     screen.show(screen.pairs(rows))
     for note in plan["notes"]:
         screen.show(f"try: {note}" if note.startswith("--") else f"note: {note}")
-    screen.show(f"\nNext:\n  {_without_dry_run()}")
+    screen.show("\nNext:")
+    screen.show(f"  {_without_dry_run()}")
 
 
 def _name(source: Checkpoint) -> str:
@@ -72,4 +73,4 @@ def _time(time: Mapping[str, float]) -> str:
 
 def _without_dry_run() -> str:
     arguments = [a for a in sys.argv[1:] if a != "--dry-run"]
-    return shlex.join(["surgery", *arguments])
+    return command("surgery", *arguments)

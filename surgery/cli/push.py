@@ -42,8 +42,8 @@ def push_command(
       surgery push ./my-model-relu team/my-model-relu --pr
     """
     from surgery.cli import outcome, screen
-    from surgery.storage.record import read_record
     from surgery.workflow import publish
+    from surgery.workflow.record import read_record
 
     if quiet or as_json or not sys.stderr.isatty():
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"

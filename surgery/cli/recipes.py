@@ -41,6 +41,7 @@ def run_command(options: dict[str, Any], name: str, changes: Sequence[str]) -> i
     common = CommonOptions(
         model=recipe.location(chosen),
         revision=chosen.revision,
+        strip_prefix=chosen.strip_prefix,
         dtype=None,
         max_shard_size=size,
         finetune=chosen.finetune,
@@ -80,9 +81,10 @@ def recipes_command(context: click.Context, as_json: bool) -> None:
 @click.argument("name", type=LOCATION)
 def show(name: str) -> None:
     """Print the recipe NAME, to begin one's own with."""
+    from surgery.cli import screen
     from surgery.workflow import recipe
 
-    click.echo(recipe.read(name), nl=False)
+    screen.echo(recipe.read(name), end="")
 
 
 @recipes_command.command("schema")

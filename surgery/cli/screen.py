@@ -15,7 +15,12 @@ from typing import Any
 
 import click
 from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
 from rich.table import Table
+from rich.text import Text
+
+from surgery.checkpoint.parsing import is_number
+from surgery.quoting import printable, printable_json
 
 PIPE_WIDTH = 120  # columns, where neither a terminal nor COLUMNS says how many there are
 
@@ -37,7 +42,7 @@ class Bars:
         else:
             start = time.monotonic()
             yield lambda n: None
-            click.echo(f"{title}: done in {time.monotonic() - start:.1f} s", err=True)
+            echo(f"{printable(title)}: done in {time.monotonic() - start:.1f} s", err=True)
 
 
 @contextmanager
@@ -46,7 +51,7 @@ def _bar(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
 
     with tqdm(
         total=total or None,
-        desc=title,
+        desc=printable(title),
         unit=unit,
         unit_scale=unit == "B",
         unit_divisor=1000,
@@ -57,24 +62,52 @@ def _bar(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
 
 
 def show(report: RenderableType) -> None:
-    """Print text as it is, or a table, whose cells are no markup: a folder may be named [bold]."""
+    """Print a line of text, or a table.
+
+    Nothing in them is markup or a control character: a folder may be named [bold]. Line breaks
+    around a text are empty lines.
+    """
     if isinstance(report, str):
-        return click.echo(report)
-    console = Console(highlight=False, markup=False, emoji=False)
+        return echo(_one_line(report))
+    console = _Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = width()
-    console.print(report)
+    parts = [p if p.control else Segment(_text(p), p.style) for p in console.render(report)]
+    console.print(Segments(parts))
+
+
+def _text(part: Segment) -> str:
+    return printable(part.text, lines=True)
+
+
+def _one_line(text: str) -> str:
+    """Return a text in visible characters, with the empty lines around it."""
+    inner = text.strip("\n")
+    before, after = text.partition(inner)[::2] if inner else (text, "")
+    return f"{before}{printable(inner)}{after}"
+
+
+class _Console(Console):
+    """A console that makes the text of cells visible before it is measured."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text, lines=True), **options)
+
+
+def echo(text: str, *, err: bool = False, end: str = "\n") -> None:
+    """Print text of several lines, without control characters."""
+    click.echo(printable(text, lines=True) + end, err=err, nl=False)
 
 
 def width() -> int:
     """Return how wide piped output is, in columns: rich alone would assume 80."""
     columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdigit() and int(columns) else PIPE_WIDTH
+    return int(columns) if is_number(columns) and int(columns) else PIPE_WIDTH
 
 
 def echo_json(value: Any) -> None:
     """Print JSON."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    click.echo(printable_json(json.dumps(value, indent=2, ensure_ascii=False)))
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> Table:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from surgery.checkpoint.parsing import is_number
 from surgery.cli.options import CommonOptions, converting, execute
 
 
@@ -69,5 +70,5 @@ def splinify_command(
         "range": reach,
         "layers": parse_layers(layers),
     }
-    options["groups"] = int(groups) if groups and groups.isdigit() else groups
+    options["groups"] = int(groups) if groups and is_number(groups) else groups
     return execute(common, lambda checkpoint: splinify(checkpoint, **options))

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from surgery.checkpoint.parsing import is_number
 from surgery.cli.options import CommonOptions, calibrated, converting, execute
 from surgery.cli.paths import LOCATION
 from surgery.errors import UsageError
@@ -151,7 +152,7 @@ def upcycle_command(
 def _check(models: Sequence[str], calibration: dict[str, Any], router: str) -> None:
     """Raise UsageError for a number in the place of a model, and for text that no router reads."""
     for name in models:
-        if name.isdigit():
+        if is_number(name):
             raise UsageError(
                 f"--expert {name} would be a model",
                 "see `surgery upcycle --help`: --experts counts",

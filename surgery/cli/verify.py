@@ -16,6 +16,11 @@ from surgery.cli.paths import LOCATION, UserPath
 @click.option(
     "--trust-remote-code", is_flag=True, help="Let code that comes with the checkpoints run."
 )
+@click.option(
+    "--allow-nonfinite",
+    is_flag=True,
+    help="Let a source pass whose logits are NaN or Inf: nothing can be compared with it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing: only the exit code tells.")
 def verify_command(
@@ -23,6 +28,7 @@ def verify_command(
     output: Path,
     revision: str | None,
     trust_remote_code: bool,
+    allow_nonfinite: bool,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -39,12 +45,15 @@ def verify_command(
     """
     from surgery.cli import outcome, screen
     from surgery.storage import open_checkpoint
-    from surgery.storage.record import read_record
+    from surgery.workflow.record import read_record
     from surgery.workflow.verify import verify_folder
 
     observer = screen.Bars(quiet=quiet or as_json)
-    checkpoint = open_checkpoint(source, revision=revision)
-    verification = verify_folder(checkpoint, output, trust_remote_code, observer)
+    prefix = read_record(output)["source"].get("strip_prefix")
+    checkpoint = open_checkpoint(source, revision=revision, strip_prefix=prefix)
+    verification = verify_folder(
+        checkpoint, output, trust_remote_code, observer, allow_nonfinite=allow_nonfinite
+    )
     if as_json:
         screen.echo_json(verification.as_dict())
     elif not quiet:

@@ -4,7 +4,7 @@ A new family is a row in `dense.py` or `moe.py`.
 """
 
 from surgery.families.family import OPERATED, Family
-from surgery.families.lookup import find, known, locate
+from surgery.families.lookup import find, known, layers_beyond, locate
 from surgery.families.mlp import Blocks, Mlp
 
-__all__ = ["OPERATED", "Blocks", "Family", "Mlp", "find", "known", "locate"]
+__all__ = ["OPERATED", "Blocks", "Family", "Mlp", "find", "known", "layers_beyond", "locate"]

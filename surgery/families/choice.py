@@ -66,8 +66,7 @@ def choose(
     Raises SurgeryError where there is none, UsageError for a target that cannot be one.
     """
     source = blocks.family.model_type
-    if blocks.family.is_moe:
-        raise SurgeryError(f"{source} is a mixture of experts already", "give a dense model")
+    blocks.family.require_dense()
     if target == SURGERY.model_type:
         return _custom_code(blocks, shape, shared, chosen)
     able, reasons = _able(_named(blocks, target), config, shape, shared, chosen, blocks.count)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from surgery.checkpoint.config import Config
+from surgery.errors import SurgeryError
 
 # The prefix of a model_type with custom-code blocks: a "surgery_llama" is a llama otherwise.
 OPERATED = "surgery_"
@@ -87,6 +88,16 @@ class Family:
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
         return self.gate is not None
+
+    def require_dense(self) -> None:
+        """Raise SurgeryError for a mixture of experts, whose layers have no MLP to operate on."""
+        if self.is_moe:
+            raise SurgeryError(
+                f"this model is a mixture already: {self.model_type} has experts in the place of "
+                "its MLPs",
+                "give the dense model that it was made from, or another dense model; `surgery "
+                "families` lists them",
+            )
 
     @property
     def is_moe(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError
+from surgery.families.classes import require_language_model
 from surgery.families.dense import DENSE
 from surgery.families.family import OPERATED, Family
 from surgery.families.mlp import Blocks
@@ -45,9 +46,10 @@ def find(config: Mapping[str, Any]) -> Family:
 def locate(checkpoint: Checkpoint) -> Blocks:
     """Return the decoder layers of a checkpoint.
 
-    Raises SurgeryError where the tensors do not belong to the config.
+    Raises SurgeryError where the tensors do not belong to the config, or to no language model.
     """
     family = find(checkpoint.config)
+    require_language_model(checkpoint, known())
     count = int(checkpoint.text_config.get(family.layers_key) or 0)
     prefixes = {m["prefix"] for m in _layer_names(family, checkpoint.tensors)}
     if not prefixes or not count:
@@ -58,13 +60,28 @@ def locate(checkpoint: Checkpoint) -> Blocks:
     return Blocks(family=family, checkpoint=checkpoint, prefix=min(prefixes, key=len), count=count)
 
 
+def layers_beyond(checkpoint: Checkpoint) -> list[int]:
+    """Return the layers with tensors beyond the number of layers that config.json states.
+
+    No class runs them, except those for multi-token prediction. There are none where the family is
+    not known.
+    """
+    try:
+        blocks = locate(checkpoint)
+    except SurgeryError:
+        return []
+    numbered = re.compile(rf"{re.escape(blocks.prefix)}(\d+)\.")
+    found = {int(match[1]) for n in checkpoint.tensors if (match := numbered.match(n))}
+    return sorted(index for index in found if index >= blocks.count)
+
+
 def _layer_names(family: Family, names: Mapping[str, Any]) -> Iterator[re.Match[str]]:
     """Yield the names of tensors in the MLPs of decoder layers.
 
     Vision towers are left out; the towers of other modalities use other names.
     """
     part = re.escape(family.mlp + "." if family.mlp else family.down + ".")
-    pattern = re.compile(rf"(?P<prefix>(?:[\w.]+\.)?{family.layers}\.)(?P<layer>\d+)\.{part}")
+    pattern = re.compile(rf"(?P<prefix>(?:[\w.]+\.)?{family.layers}\.)(?P<layer>[0-9]+)\.{part}")
     for name in names:
         if "vision" not in name and (match := pattern.match(name)):
             yield match

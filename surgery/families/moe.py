@@ -8,6 +8,17 @@ from typing import Any
 from surgery.families.family import Family
 
 _BLOCK: dict[str, Any] = {"mlp": "block_sparse_moe", "experts_key": "num_local_experts"}
+# Its dense layers, which some models have between those of experts, are Linears at the same place.
+_LLAMA_4: dict[str, Any] = {
+    "mlp": "feed_forward",
+    "gate": "feed_forward.gate_proj",
+    "up": "feed_forward.up_proj",
+    "down": "feed_forward.down_proj",
+    "experts": "feed_forward.experts",
+    "router": "feed_forward.router",
+    "shared": "feed_forward.shared_expert",
+    "experts_key": "num_local_experts",
+}
 
 MOE: dict[str, Family] = {
     f.model_type: f
@@ -78,22 +89,8 @@ MOE: dict[str, Family] = {
             shared="mlp.shared_mlp",
             top_k_key="moe_topk",
         ),
-        Family(
-            model_type="llama4",
-            mlp="feed_forward",
-            experts="feed_forward.experts",
-            router="feed_forward.router",
-            shared="feed_forward.shared_expert",
-            experts_key="num_local_experts",
-        ),
-        Family(
-            model_type="llama4_text",
-            mlp="feed_forward",
-            experts="feed_forward.experts",
-            router="feed_forward.router",
-            shared="feed_forward.shared_expert",
-            experts_key="num_local_experts",
-        ),
+        Family(model_type="llama4", **_LLAMA_4),
+        Family(model_type="llama4_text", **_LLAMA_4),
         Family(
             model_type="gpt_oss",
             activation_key="",

@@ -33,12 +33,12 @@ MLP_ROLES = ("mlp", "shared_experts", "routed_experts")
 IDLE_ROLES = ("embedding", "towers")
 
 LAYER = re.compile(
-    r"^(?P<prefix>(?:[^.]+\.)*?(?:layers?|h|blocks?))\.(?P<index>\d+)\.(?P<path>.+)$"
+    r"^(?P<prefix>(?:[^.]+\.)*?(?:layers?|h|blocks?))\.(?P<index>[0-9]+)\.(?P<path>.+)$"
 )
 TOWERS = re.compile(
     r"(^|[._])(vision|visual|audio|speech|multi_modal|mm_projector|image_newline|mtp)([._]|$)"
 )
-EXPERT = re.compile(r"experts\.(\d+)\.")
+EXPERT = re.compile(r"experts\.([0-9]+)\.")
 # The token embeddings, which are also the head where the checkpoint has no other.
 TOKENS = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|embeddings)\.weight$")
 DOWN = re.compile(r"(^|\.)(down_proj|w2|fc2|c_proj|dense_4h_to_h|output_linear|wo)([._]|$)")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from surgery.checkpoint import constant, derive
+from surgery.checkpoint.edit import EMBEDDINGS
 from surgery.families.layouts import Tensors
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def _fold_gemma(tensors: Tensors, config: Config) -> Tensors:
     Both are kept in fp32, because rounding them to bf16 would change the function. The head keeps
     the plain embedding, so it is no longer tied.
     """
-    embed, scale = "model.embed_tokens.weight", float(config["hidden_size"]) ** 0.5
+    scale = float(config["hidden_size"]) ** 0.5
+    embed = next(name for name in tensors if name.endswith(EMBEDDINGS))
     out = {
         name: t.map("1 + w", lambda w: 1.0 + w, "F32") if name.endswith("norm.weight") else t
         for name, t in tensors.items()

@@ -7,7 +7,6 @@ from config.json, so that it holds only what this model needs.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from surgery import operations
+from surgery.checkpoint.config import parse_config
 from surgery.errors import SurgeryError
 from surgery.families import Family, find
 from surgery.files import JSON_LIMIT, read
 from surgery.files import write as write_file
+from surgery.quoting import printable, python
 from surgery.storage.record import seen_from
 
 FOLDER = "finetune"
@@ -85,6 +86,7 @@ def files(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters |= {"python": python, "printable": printable, "yaml": _yaml}
     values = _values(needs(record, config, folder))
     names = environment.list_templates(extensions=["j2"])
     texts = {n.removesuffix(".j2"): environment.get_template(n).render(**values) for n in names}
@@ -94,7 +96,8 @@ def files(
 
 def of_folder(folder: Path, record: Mapping[str, Any]) -> dict[str, bytes]:
     """Return `files` for the converted checkpoint in `folder`, whose surgery.json is `record`."""
-    return files(record, json.loads(read(folder, "config.json", JSON_LIMIT)), folder)
+    path = folder / "config.json"
+    return files(record, parse_config(read(folder, "config.json", JSON_LIMIT), str(path)), folder)
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -144,7 +147,7 @@ def _tables(memories: list[dict[str, Any]]) -> tuple[str, ...]:
 
     Tables that hold an MLP's own neurons do not: they were trained already.
     """
-    drawn = [entry["shared"] for entry in memories if entry["slots"] != "neurons"]
+    drawn = [str(m.get("shared")) for m in memories if m.get("slots") != "neurons"]
     if len(drawn) < len(memories):
         return tuple(f"{name}." for name in drawn)
     return ("memory_values",) if drawn else ()
@@ -154,13 +157,14 @@ def _values(n: Needs) -> dict[str, Any]:
     """Return the variables of the templates."""
     alone = n.splines and not (n.staged or n.sparse)
     pattern = "|".join(map(re.escape, n.tables))
-    rates = [[f'r"{pattern}"', "10.0", "0.0"]] if n.tables else []
+    rates = [[python(pattern), "10.0", "0.0"]] if n.tables else []
     columns = ["its end as a share of the steps"]
     columns += ["pattern of the names it trains"] if n.staged else []
     columns += ["factor of --l1"] if n.sparse else []
     columns += ["factor of the thresholds"] if n.ramp else []
     used = {"cos": n.sparse, "log": n.moe, "pi": n.sparse}
     return asdict(n) | {
+        "tables": list(n.tables),
         "requirements": REQUIREMENTS,
         "columns": ", ".join(columns),
         "stages": ", ".join(f"({', '.join(row)})" for row in n.stages),
@@ -174,6 +178,20 @@ def _values(n: Needs) -> dict[str, Any]:
         "maths": [name for name, needed in used.items() if needed],
         "lr": 1e-3 if alone else 1e-4 if n.memory else 5e-5 if n.moe else 3e-5,
     }
+
+
+def _yaml(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def represent_str(self, text: str) -> yaml.ScalarNode:
+            style = None if text.isprintable() else '"'
+            return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    Dumper.add_representer(str, Dumper.represent_str)
+    made = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=float("inf"))
+    return str(made).removesuffix("...\n").rstrip("\n")
 
 
 def _beyond(n: Needs) -> str:

@@ -1,1 +1,1 @@
-"""Fits: tensors in, tensors out. They know nothing of files, walks or checkpoints being written."""
+"""Fits: tensors in, tensors out. They know nothing of files, of the layer walk or of the writer."""

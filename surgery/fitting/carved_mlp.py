@@ -1,18 +1,22 @@
-"""One MLP carved into experts: its neurons grouped (partition.py), a router fitted, what it misses
-repaired (repair.py).
+"""Carve one MLP into experts: group its neurons (partition.py), fit a router, and refit what the
+experts miss (ridge.py).
 
 Of `experts` parts of equal width a token passes `active`: the first `shared` of them always, the
-others as a router says, each with weight 1, so that all of them together are the MLP that they were
-cut from. Routers:
+others as a router chooses. Each has weight 1, so that all of them together are the MLP that they
+were cut from. A mass is the energy (h_i ‖W_down[:, i]‖)² of a neuron, as a share of the token's.
+Routers:
 
-    oracle     the routed experts with most mass on the token; it has to compute them all, and only measures others
-    centroids  x on the mean direction of an expert's rows of gate (up without one)                        MoEfication
-    trained    W tanh(V x + b) + c, V of WIDTH rows, trained for which experts the oracle would choose     MoEfication
-    analytic   the product of one neuron of each expert, whose tokens are most like those of all of it     CMoE
+    oracle     chooses the routed experts with most mass on the token; it has to compute all of
+               them, so it only serves as a measure for the others
+    centroids  compares x with the mean direction of an expert's rows of gate, or of up where there
+               is no gate (MoEfication)
+    trained    W tanh(V x + b) + c, where V has `router_width` rows; it learns which experts the
+               oracle would choose (MoEfication)
+    analytic   the product of one neuron of each expert, the one whose tokens are most like those
+               of the whole expert (CMoE)
 
-Cross-entropy of a wrong choice is weighted by the mass that the choice is about: which of two equal
-experts is taken does not matter. A mass is the energy (h_i ‖W_down[:, i]‖)², as a share of the
-token's.
+The cross-entropy of a wrong choice is weighted by the mass that the choice is about: which of two
+equal experts is taken does not matter.
 
 Shapes: N tokens, H hidden_size, F intermediate_size, S shared neurons, G routed experts of w
 neurons, F = S + G·w.
@@ -35,19 +39,27 @@ from transformers.activations import ACT2FN
 from surgery.blocks.experts_mlp import Router
 from surgery.fitting import partition
 from surgery.fitting.expert_split import ExpertSplit
-from surgery.fitting.repair import CHUNK, FIRST, Neurons, Rows, better, error, figures, ridge
+from surgery.fitting.measures import better, error, figures
+from surgery.fitting.neurons import Neurons
+from surgery.fitting.ridge import ridge
+from surgery.fitting.rows import CHUNK, FIRST, Rows
 from surgery.fitting.sizes import SAMPLED
 
 MARKED = 10  # products of a token that CMoE marks
-FIRING = 0.1  # of a token's neurons, those with most mass, fire together
-DAMPED = 4000  # rows that the old weights stand for in the repair: what an inactive expert leaves is small and noisy
+FIRING = 0.1  # the part of the neurons that fire on a token: those with most mass
+# Rows that the old weights stand for in the refit, because what an inactive expert leaves to fit is
+# small and noisy.
+DAMPED = 4000
 STEPS, BATCH, RATE = 300, 512, 1e-2  # of a router's training
 
 
 @dataclass(kw_only=True)
 class Carved(Neurons):
-    """Neurons in their order, the shared ones first; `order` [F] says which they were. `norm` [F]
-    is that of their columns of `down` in the source; without a `router` the oracle chooses."""
+    """Hold neurons in the order of their experts, the shared ones first.
+
+    `order` [F] says which neurons of the source they are, and `norm` [F] is the norm of their
+    columns of `down` there. Without a `router` the oracle chooses.
+    """
 
     split: ExpertSplit
     order: Tensor
@@ -55,7 +67,7 @@ class Carved(Neurons):
     router: Router | None = None
 
     def product(self, z: Tensor) -> Tensor:
-        """h [n, F] of inputs [n, H], zero where an expert was not chosen."""
+        """Return the products h [n, F] of inputs [n, H], zero where an expert was not chosen."""
         h = super().product(z)
         chosen = self.choose(self.mass(h)) if self.router is None else self.route(z)
         width = h.shape[1] // self.split.experts
@@ -64,17 +76,17 @@ class Carved(Neurons):
         )
 
     def mass(self, h: Tensor) -> Tensor:
-        """Of products [n, F], the energy in each routed expert [n, G] as a share of the token's."""
+        """Return the mass of each routed expert [n, G] for products [n, F]."""
         energy = (h * self.norm).square()
         share = energy / energy.sum(1, keepdim=True).clamp_min(1e-30)
         return share.unflatten(1, (self.split.experts, -1)).sum(2)[:, self.split.shared :]
 
     def choose(self, score: Tensor) -> Tensor:
-        """1.0 for the experts with the highest scores [n, G]."""
+        """Return 1.0 for the experts with the highest scores, else 0, [n, G] of scores [n, G]."""
         return torch.zeros_like(score).scatter_(1, score.topk(self.split.top_k, dim=1).indices, 1.0)
 
     def route(self, z: Tensor) -> Tensor:
-        """1.0 for the experts that the router chooses, [n, G]."""
+        """Return 1.0 for the experts that the router chooses, else 0, [n, G] of inputs [n, H]."""
         assert self.router is not None
         with torch.no_grad():
             _, _, chosen = self.router(z, ACT2FN[self.act])
@@ -84,10 +96,10 @@ class Carved(Neurons):
 def fit(
     neurons: Neurons, rows: Rows | None, split: ExpertSplit, entry: dict[str, Any]
 ) -> tuple[Carved, dict[str, Any]]:
-    """The MLP carved, and figures of it on rows that were not fitted on (none without rows).
-    `entry` is the block's.
+    """Carve an MLP, and return it with its figures on rows that were not fitted on.
 
-    `neurons` are put into the new order themselves: in fp32 they may be larger than anything else.
+    Without rows there are no figures. `entry` is the entry of the block in `surgery_blocks`.
+    `neurons` are reordered in place, because in fp32 they may be larger than anything else.
     """
     seen = None if rows is None else _Seen(neurons, rows)
     label = _labels(neurons, seen, split)
@@ -108,9 +120,11 @@ def fit(
 
 
 def costs(neurons: Neurons, rows: Rows, split: ExpertSplit) -> list[float]:
-    """What it costs the stream behind the layer to leave out none, one, two, … of the routed
-    experts, as the oracle chooses: the weighted squared error on rows that were not grouped by.
-    `neurons` are put in order themselves."""
+    """Return what it costs the stream behind the layer to leave out 0, 1, 2, … routed experts.
+
+    The oracle chooses which, and the cost is the weighted squared error on rows that the neurons
+    were not grouped by. `neurons` are reordered in place.
+    """
     carved, _ = fit(neurons, rows, dataclasses.replace(split, router="oracle", repair="none"), {})
     size = sum(
         ((1.0 if w is None else w) * y.square().mean(1)).sum().item()
@@ -124,8 +138,10 @@ def costs(neurons: Neurons, rows: Rows, split: ExpertSplit) -> list[float]:
 
 
 def _against_oracle(carved: Carved, rows: Rows) -> dict[str, float]:
-    """Of the experts that the oracle chooses, and of the mass in them, what the router chooses; and
-    the oracle's error.
+    """Return how well the router does beside the oracle, as figures of the layer.
+
+    "recall" is the part of the oracle's experts that the router chooses too. "mass_recall" is the
+    mass of the router's experts over that of the oracle's. "oracle_error" is the oracle's error.
     """
     if carved.router is None:
         return {}
@@ -147,7 +163,7 @@ def _against_oracle(carved: Carved, rows: Rows) -> dict[str, float]:
 
 
 class _Seen:
-    """What the neurons do on a sample of the rows that may be fitted on."""
+    """Tell what the neurons do on a sample of the rows that are fitted on."""
 
     def __init__(self, neurons: Neurons, rows: Rows) -> None:
         step = max(1, rows.fitted * len(neurons.up) // SAMPLED)
@@ -155,13 +171,14 @@ class _Seen:
 
     @cached_property
     def shares(self) -> Tensor:
-        """The mass of each neuron, as a share of its token's: [N, F]."""
+        """Return the mass of each neuron on each token, [N, F]."""
         return self.neurons.shares(self.z)
 
     @cached_property
     def marks(self) -> Tensor:
-        """1.0 for the MARKED largest products of each token, of inputs and rows of norm 1, [N, F]:
-        as CMoE's code does.
+        """Return 1.0 for the MARKED largest products of each token, else 0, [N, F].
+
+        Inputs and rows of the weights are scaled to norm 1 first, as in CMoE's code.
         """
         n = self.neurons
         z, gate, up = (None if t is None else F.normalize(t, dim=1) for t in (self.z, n.gate, n.up))
@@ -171,13 +188,13 @@ class _Seen:
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """1.0 for the `count` largest of each row, but for zeros."""
+    """Return 1.0 for the `count` largest values of each row that are not zero, else 0."""
     found = values.topk(count, dim=1)
     return torch.zeros_like(values).scatter_(1, found.indices, (found.values > 0).to(values.dtype))
 
 
 def _labels(neurons: Neurons, seen: _Seen | None, split: ExpertSplit) -> Tensor:
-    """The part [F] that each neuron stands in, the shared ones first."""
+    """Return the part [F] that each neuron belongs to; the shared parts come first."""
     width = len(neurons.up)
     if split.method == "random" or (split.shared and seen is None):
         return partition.random(width, split.experts, split.seed)
@@ -199,7 +216,7 @@ def _labels(neurons: Neurons, seen: _Seen | None, split: ExpertSplit) -> Tensor:
 def _grouped(
     neurons: Neurons, seen: _Seen | None, split: ExpertSplit, rest: Tensor, ranked: Tensor
 ) -> Tensor:
-    """The routed expert of each neuron of `rest`; `ranked` is the one by its rate."""
+    """Return the routed expert of each neuron of `rest`; `ranked` has them by firing rate."""
     if split.method == "kmeans":
         parts = [F.normalize(t[rest], dim=1) for t in (neurons.gate, neurons.up) if t is not None]
         return partition.kmeans(torch.cat(parts, dim=1), split.routed, split.seed)
@@ -214,8 +231,9 @@ def _grouped(
 
 
 def _competing(split: ExpertSplit) -> int:
-    """How many routed experts a token chooses; half of them where all are active, for those who
-    will use fewer.
+    """Return how many routed experts are to be chosen for a token.
+
+    Where all are active, that is half of them, for those who will use fewer later.
     """
     return split.top_k if split.top_k < split.routed else split.routed // 2
 
@@ -226,7 +244,7 @@ def _competing(split: ExpertSplit) -> int:
 def _router(
     carved: Carved, rows: Rows | None, marks: Tensor | None, entry: dict[str, Any]
 ) -> Router:
-    """`marks` [N, F] of the neurons as they were."""
+    """Make the router of a carved MLP; `marks` [N, F] are in the old order of the neurons."""
     split, width = carved.split, len(carved.up) // carved.split.experts
     router = Router(entry, carved.up.shape[1], std=0.0).to(carved.up.device).requires_grad_(False)
     router.init_block_weights()  # zeros
@@ -258,9 +276,12 @@ def _router(
 
 
 def _train(router: Router, carved: Carved, rows: Rows) -> None:
-    """Cross-entropy of each expert's choice, weighted by how far its mass is from the one that
-    decides; on inputs of mean 0 and variance 1, which the weights then take in. First tokens are
-    few, and take part more often than they occur."""
+    """Train the router by the cross-entropy of each expert's choice.
+
+    It is weighted by how far the expert's mass is from the mass that decides. The inputs are scaled
+    to mean 0 and variance 1, and the weights take that scale in at the end. First tokens are few,
+    and are drawn more often than they occur.
+    """
     k = _competing(carved.split)
     first = rows.z[:0] if rows.first is None else rows.first.z
     inputs = torch.cat([rows.z[: rows.fitted], first]).float()
@@ -284,7 +305,10 @@ def _train(router: Router, carved: Carved, rows: Rows) -> None:
 
 
 def spread(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation [H] of inputs [N, H], none of which is nearly 0."""
+    """Return the mean and the standard deviation [H] of inputs [N, H].
+
+    No standard deviation comes out nearly 0, so that it can be divided by.
+    """
     std = z.std(0)
     return z.mean(0), std.clamp_min(1e-3 * std.mean())
 
@@ -296,8 +320,11 @@ def descend(
     steps: int,
     draw: torch.Generator,
 ) -> None:
-    """Adam on `loss` of the indices [b] of rows; the rate rises and falls once. `counts`: of rows,
-    and of first tokens, which come after them."""
+    """Minimise `loss`, a function of the indices [b] of rows, by Adam.
+
+    The learning rate rises and falls once. `counts` are the number of rows and that of first
+    tokens, which come after them.
+    """
     for p in parameters:
         p.requires_grad_(True)
     optimizer = torch.optim.AdamW(parameters, lr=RATE)
@@ -319,6 +346,7 @@ def descend(
 
 
 def _begin(router: Router, draw: torch.Generator) -> None:
+    """Draw the first weights of a router that is to be trained."""
     for name, p in router.named_parameters():
         if p.ndim == 2:
             p.copy_(

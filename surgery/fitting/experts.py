@@ -1,7 +1,9 @@
-"""An MLP as experts, lazily: cut, scaled, made different, or taken from several models.
+"""Make experts of an MLP, lazily: cut it, scale it, make the copies differ, or take several models.
 
-Shapes: F intermediate_size, H hidden_size; gate and up [F, H], down [H, F]. Gate and up of a part
-are rows, which the kernel copies; its columns of down are computed, one tensor at a time.
+Gate and up of a part are rows, which the kernel copies. Its columns of down are computed, one
+tensor at a time.
+
+Shapes: F intermediate_size, H hidden_size; gate and up [F, H], down [H, F].
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from surgery.families.targets import Shape, Target
 if TYPE_CHECKING:
     import torch
 
-_BY_NEURON = ("gate", "up", "gate_bias", "up_bias")  # of an Mlp, with a row for each neuron
+_BY_NEURON = ("gate", "up", "gate_bias", "up_bias")  # fields of an Mlp with a row for each neuron
 PIECE = 32 << 20  # bytes of matrices whose columns are moved at a time
 
 # --- exact ----------------------------------------------------------------------------------------
 
 
 def part(mlp: Mlp, start: int, stop: int) -> Mlp:
-    """Neurons [start, stop). The bias of the output stays whole."""
+    """Return an MLP of neurons [start, stop). The bias of the output stays whole."""
     if (start, stop) == (0, mlp.width):
         return mlp
     down = _by_rows([mlp.down], lambda parts: _columns(parts[0], start, stop))
@@ -37,8 +39,9 @@ def part(mlp: Mlp, start: int, stop: int) -> Mlp:
 
 
 def joined(experts: Sequence[Mlp]) -> Mlp:
-    """One wide MLP with the neurons of all, one expert after another. The bias of its output is the
-    mean of theirs.
+    """Return one wide MLP with the neurons of all experts, one expert after another.
+
+    The bias of its output is the mean of theirs.
     """
     first = experts[0]
     wide: dict[str, Any] = {
@@ -58,8 +61,9 @@ def joined(experts: Sequence[Mlp]) -> Mlp:
 def _by_rows(
     matrices: Sequence[LazyTensor], function: Callable[[Sequence[LazyTensor]], LazyTensor]
 ) -> LazyTensor:
-    """`function` of the matrices, of a few rows at a time where they are as they lie in their
-    files.
+    """Return `function` of the matrices.
+
+    It is applied to a few rows at a time where the matrices are copied straight from their files.
     """
     height, size = matrices[0].shape[0], sum(t.nbytes for t in matrices)
     step = max(1, PIECE * height // size)
@@ -84,7 +88,7 @@ def _columns(t: LazyTensor, start: int, stop: int) -> LazyTensor:
 
 
 def _side_by_side(tensors: Sequence[LazyTensor]) -> LazyTensor:
-    """Matrices joined along their columns; what is there several times is read once."""
+    """Return matrices joined along their columns; one that is there several times is read once."""
     unique = {t.identity(): t for t in tensors}
     order = [list(unique).index(t.identity()) for t in tensors]
     shape = (tensors[0].shape[0], sum(t.shape[1] for t in tensors))
@@ -98,8 +102,9 @@ def _side_by_side(tensors: Sequence[LazyTensor]) -> LazyTensor:
 
 
 def scaled(mlp: Mlp, factor: float) -> Mlp:
-    """The MLP's output times `factor`. Powers of two are exact in any dtype; other factors are kept
-    in fp32.
+    """Return the MLP with its output multiplied by `factor`.
+
+    Powers of two are exact in any dtype; for other factors `down` is kept in fp32.
     """
     if factor == 1:
         return mlp
@@ -113,7 +118,7 @@ def scaled(mlp: Mlp, factor: float) -> Mlp:
 
 
 def routed_experts(mlp: Mlp, target: Target, s: Shape) -> list[Mlp]:
-    """The routed experts that make up one copy."""
+    """Return the routed experts that make up one copy."""
     if target.shared and target.shared.whole:
         return [scaled(mlp, 0)]
     factor, w, first = 1.0 if target.groups else s.factor, s.expert_width, s.granularity - s.shards
@@ -121,8 +126,11 @@ def routed_experts(mlp: Mlp, target: Target, s: Shape) -> list[Mlp]:
 
 
 def shared_expert(mlp: Mlp, target: Target, s: Shape) -> Mlp | None:
-    """The shared expert, None where there is none. It takes the first parts of the MLP; without
-    any, but where the class has it all the same, it begins with an output of zero."""
+    """Return the shared expert, or None where there is none.
+
+    It takes the first parts of the MLP. Where no part is shared but the class has a shared expert
+    all the same, its output begins at zero.
+    """
     if target.shared is None or not (s.shared or target.shared.required):
         return None
     if target.shared.whole:
@@ -137,12 +145,11 @@ def shared_expert(mlp: Mlp, target: Target, s: Shape) -> Mlp | None:
 
 
 def dropped(mlp: Mlp, ratio: float, key: str, seed: int) -> Mlp:
-    """Drop-upcycling (Nakamura et al. 2025, arXiv 2502.19261): ⌊ratio·F⌋ neurons, the same in gate,
-    up and down, drawn anew from N(μ, σ²), μ and σ those of what they replace in each matrix, or in
-    the biases of gate and up.
+    """Draw ⌊ratio·F⌋ neurons anew: drop-upcycling (Nakamura et al. 2025, arXiv 2502.19261).
 
-    The paper shares one index set between the three matrices; its published script draws one for
-    each.
+    They are the same neurons in gate, up and down, drawn from N(μ, σ²), where μ and σ are those of
+    what they replace in each matrix or bias. The paper shares one set of indices between the three
+    matrices; its published script draws one for each.
     """
     count = int(ratio * mlp.width)
     if not count:
@@ -175,7 +182,7 @@ def dropped(mlp: Mlp, ratio: float, key: str, seed: int) -> Mlp:
 
 
 def noisy(mlp: Mlp, std: float, key: str, seed: int) -> Mlp:
-    """N(0, std²) added to every weight."""
+    """Return the MLP with N(0, std²) added to every weight."""
     if not std:
         return mlp
 
@@ -226,8 +233,10 @@ def require_kin(
     names: Iterable[str],
     effective: Callable[[Checkpoint], Mapping[str, Any]],
 ) -> None:
-    """Raises SurgeryError where `other` is no model of the architecture and sizes of `base`,
-    `names` those that count.
+    """Require that `other` has the architecture of `base`, and its sizes in the tensors `names`.
+
+    `effective` returns a checkpoint's config with the defaults filled in. Raises SurgeryError where
+    they differ.
     """
     require_plain(other)
     require_whole(locate(other))
@@ -252,8 +261,9 @@ _KIN = "experts are models fine-tuned from one base: the same architecture and s
 
 
 def average(base: Checkpoint, models: Sequence[Checkpoint]) -> Checkpoint:
-    """`base` with every tensor the mean of the models' (branch-train-mix, Sukhbaatar et al. 2024,
-    arXiv 2403.07816).
+    """Return `base` with every tensor the mean of the models' tensors.
+
+    This is Branch-Train-MiX (Sukhbaatar et al. 2024, arXiv 2403.07816).
     """
     tensors = {
         name: _mean([m.tensors[name] for m in models], t.dtype) for name, t in base.tensors.items()

@@ -1,16 +1,19 @@
-"""A memory in the MLP's place, fitted to the rows of a layer (repair.py): what it reads and what it
-is to write.
+"""Fit a memory in the place of an MLP to the rows of a layer (rows.py).
 
-*slots*: the MLP's own neurons are its slots (Geva et al. 2021, arXiv 2012.14913), keys gate and up,
-value the column of down. Those that write most, by Σ h²·‖v‖², are kept and always read; their
-values are refitted by ridge regression that shrinks to what they were. *fit*: an affine map by
-ridge regression stands in the MLP's place.
+What stands in the MLP's place, before anything is looked up, depends on the init:
 
-What then is missed of the targets is looked up. A head's query is the whitened input in its first
-principal directions, rotated at random; the keys of a half are its k-means, and a key is as near as
-q·k - ‖k‖²/2 says, whose last term is one more dimension in which every query is 1. The values are
-the ridge regression of what is missed on the softmax weights of the slots that are read. A memory
-that does not help on rows that it was not fitted on starts empty.
+*slots*: neurons of the MLP itself. They are slots too (Geva et al. 2021, arXiv 2012.14913), whose
+keys are gate and up and whose value v is the column of down. Those that write most, by Σ h²·‖v‖²,
+are kept and always read; their values are refitted by ridge regression that shrinks to what they
+were.
+
+*fit*: an affine map, by ridge regression.
+
+What these still miss of the targets is looked up. A head's query is the whitened input in its first
+principal directions, rotated at random. The keys of a half are the k-means of the queries. How near
+a key is, q·k - ‖k‖²/2 says; its last term is one more dimension, in which every query is 1. The
+values are the ridge regression of what is missed on the softmax weights of the slots that are read.
+A memory that does not help on rows that it was not fitted on starts empty.
 
 Shapes: N rows, H hidden_size, F intermediate_size, S slots.
 """
@@ -27,9 +30,10 @@ from torch.nn import functional as F
 from surgery.blocks.memory_mlp import Memory
 from surgery.checkpoint.tensors import DTYPES
 from surgery.families import Mlp
-from surgery.fitting import repair
-from surgery.fitting.reconstruct import reconstruct
-from surgery.fitting.repair import Neurons, Rows
+from surgery.fitting.neurons import Neurons
+from surgery.fitting.reconstruct import Reconstruction, reconstruct
+from surgery.fitting.ridge import ridge, solve
+from surgery.fitting.rows import Rows
 
 DAMPING, AFFINE_DAMPING, VALUE_DAMPING = 0.1, 0.1, 3.0
 ROUNDS, KMEANS_ROWS = 12, 16_384
@@ -39,23 +43,20 @@ PAIRED = 512  # rows whose pairs of slots are added up at a time
 def fit(
     mlp: Mlp, act: str, rows: Rows, entry: Mapping[str, Any], seed: int, distill: int = 0
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """What a layer's memory starts as, by path, its kept neurons by part, its table as
-    "table.weight"; and figures.
+    """Return what a layer's memory starts as, and the figures of the layer.
 
-    `distill`: steps of Adam on the kept neurons (reconstruct.py).
+    The tensors are by path in the memory, those of kept neurons by part, and the table is
+    "table.weight". `distill` is the number of steps of Adam on the kept neurons (reconstruct.py).
     """
     whole = Neurons.of(mlp, rule="plain", act=act, device=str(rows.z.device))
     if entry["width"]:
         kept = best(whole, rows, entry["width"])
         if distill:
-            kept.threshold = torch.zeros(
-                1, device=rows.z.device
-            )  # which lets the gate move, and cuts nothing
-            kept = reconstruct(
-                kept, rows, sparsity=None, per_neuron=False, bias=True, steps=distill, seed=seed
-            )
+            # A threshold lets the gate move; this one cuts nothing.
+            kept.threshold = torch.zeros(1, device=rows.z.device)
+            kept = reconstruct(kept, rows, Reconstruction(bias=True, steps=distill, seed=seed))
         else:
-            kept = repair.ridge(kept, rows, damping=DAMPING, bias=True)
+            kept = ridge(kept, rows, damping=DAMPING, bias=True)
         found = {
             part: value
             for part in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
@@ -68,9 +69,8 @@ def fit(
         found = {"bypass.weight": weight, "bypass.bias": bias}
         rest = missed(rows, lambda z: F.linear(z, weight, bias))
     memory = keys(rows.z[: rows.fitted].float(), entry, seed)
-    memory.to(
-        getattr(torch, DTYPES[mlp.down.dtype][1])
-    ).float()  # as it will be on the disk: values are fitted to that
+    # Round the keys as they will be on the disk: the values are fitted to those.
+    memory.to(getattr(torch, DTYPES[mlp.down.dtype][1])).float()
     table = values(memory, rest)
     with_table = missed(rest, lambda z: look_up(memory, table, z))
     before, after = (size(r, rest.fitted) / size(rows, rest.fitted) for r in (rest, with_table))
@@ -86,7 +86,7 @@ def fit(
 
 
 def best(neurons: Neurons, rows: Rows, width: int) -> Neurons:
-    """The neurons that write most, in their order."""
+    """Return the `width` neurons that write most, in the order that they have."""
     energy = torch.zeros(len(neurons.up), device=rows.z.device)
     for z, _, weight in rows.fitting():
         h = neurons.product(z).square()
@@ -96,7 +96,7 @@ def best(neurons: Neurons, rows: Rows, width: int) -> Neurons:
 
 
 def affine(rows: Rows) -> tuple[Tensor, Tensor]:
-    """The weight [H, H] and bias [H] of the ridge regression of y on z."""
+    """Return the weight [H, H] and the bias [H] of the ridge regression of y on z."""
     hidden = rows.z.shape[1]
 
     def sums(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -109,12 +109,12 @@ def affine(rows: Rows) -> tuple[Tensor, Tensor]:
             cross.addmm_(y.to(dtype).T, weighted)
         return gram, cross
 
-    solved = repair.solve(sums, AFFINE_DAMPING)
+    solved = solve(sums, AFFINE_DAMPING)
     return solved[:, :-1].contiguous(), solved[:, -1].contiguous()
 
 
 def missed(rows: Rows, function: Any) -> Rows:
-    """Rows whose targets are what `function` of z lacks to y."""
+    """Return the rows with what `function` of z misses of y as their targets."""
     y = torch.cat([y - function(z) for z, y, _ in rows.parts()])
     return Rows(
         z=rows.z, y=y, weight=rows.weight, first=rows.first and missed(rows.first, function)
@@ -122,7 +122,7 @@ def missed(rows: Rows, function: Any) -> Rows:
 
 
 def size(rows: Rows, start: int = 0) -> float:
-    """The weighted square of y from a row on."""
+    """Return the weighted sum of squares of y, from row `start` on."""
     total = 0.0
     for _, y, weight in rows.parts(start):
         total += (
@@ -137,7 +137,7 @@ def size(rows: Rows, start: int = 0) -> float:
 
 
 def keys(z: Tensor, entry: Mapping[str, Any], seed: int) -> Memory:
-    """A memory whose query and keys are fitted to inputs z [N, H]."""
+    """Return a memory whose query and keys are fitted to inputs z [N, H]."""
     memory = Memory(dict(entry), z.shape[1]).to(z.device).requires_grad_(False)
     heads, n, half = entry["heads"], entry["keys"], entry["key_dim"] // 2 - 1
     generator = torch.Generator().manual_seed(seed)
@@ -167,8 +167,9 @@ def keys(z: Tensor, entry: Mapping[str, Any], seed: int) -> Memory:
 
 
 def kmeans(x: Tensor, n: int, generator: torch.Generator) -> Tensor:
-    """n centres [n, d] of x [N, d]: Lloyd's rounds from rows drawn at random; a centre without rows
-    stays.
+    """Return n centres [n, d] of x [N, d], by Lloyd's rounds from rows drawn at random.
+
+    A centre that no row is nearest to stays where it is.
     """
     centres = x[torch.randint(len(x), (n,), generator=generator).to(x.device)].clone()
     for _ in range(ROUNDS):
@@ -180,13 +181,13 @@ def kmeans(x: Tensor, n: int, generator: torch.Generator) -> Tensor:
 
 
 def codes(memory: Memory, z: Tensor) -> tuple[Tensor, Tensor]:
-    """The slots that inputs z [N, H] read and their weights, [N, h·k] both."""
+    """Return the slots that inputs z [N, H] read, and their weights, both [N, h·k]."""
     slots, scores = memory._find(z)
     return slots.flatten(1), scores.softmax(-1).flatten(1)
 
 
 def values(memory: Memory, rows: Rows) -> Tensor:
-    """The table [S, H] of the ridge regression of y on the weights of the slots that z reads."""
+    """Return the table [S, H], the ridge regression of y on the weights of the slots z reads."""
     count, hidden = memory.keys_of_half**2, rows.z.shape[1]
 
     def sums(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -208,10 +209,10 @@ def values(memory: Memory, rows: Rows) -> Tensor:
                 cross.index_add_(0, slot, y * w[:, None])
         return gram.view(count, count), cross.T.contiguous()
 
-    return repair.solve(sums, VALUE_DAMPING).T.contiguous()
+    return solve(sums, VALUE_DAMPING).T.contiguous()
 
 
 def look_up(memory: Memory, table: Tensor, z: Tensor) -> Tensor:
-    """What is added to the stream [N, H]."""
+    """Return what the table adds to the stream [N, H] for inputs z [N, H]."""
     slots, weights = codes(memory, z)
     return F.embedding_bag(slots, table, per_sample_weights=weights, mode="sum")

@@ -1,6 +1,4 @@
-"""What a memory layer may be and starts as: options, shapes, bytes, and the random tensors of the
-published inits.
-"""
+"""Shapes and sizes of a memory layer, and the random tensors of the published inits."""
 
 from __future__ import annotations
 
@@ -14,15 +12,13 @@ from surgery.errors import UsageError
 from surgery.families import Mlp
 
 Shapes = dict[str, tuple[int, ...]]
-MASSES, PLACED = (
-    2**28,
-    2**25,
-)  # of neurons on tokens, that their lookup is trained on and that they are placed by
+MASSES = 2**28  # masses of neurons on tokens that their lookup is trained on
+PLACED = 2**25  # the part of those that the neurons are placed by
 PIECE = 2**22  # numbers of a table that are drawn at a time
 
 
 def memory_shapes(entry: Mapping[str, Any], hidden: int) -> Shapes:
-    """What a layer has of its own, by path in `memory`."""
+    """Return the shapes of the tensors that each layer has of its own, by path in `memory`."""
     heads, half, value = entry["heads"], entry["key_dim"] // 2, entry["value_dim"]
     shapes: Shapes = {
         "query.weight": (heads * 2 * half, hidden),
@@ -43,7 +39,7 @@ def memory_shapes(entry: Mapping[str, Any], hidden: int) -> Shapes:
 
 
 def table_shapes(entry: Mapping[str, Any], hidden: int) -> Shapes:
-    """What the layers of an entry share, by path in the table."""
+    """Return the shapes of the tensors that the layers of an entry share, by path in the table."""
     slots = entry["keys"] ** 2
     if entry["slots"] == "peer":
         return {"down": (slots, hidden), "up": (slots, hidden)}
@@ -53,8 +49,9 @@ def table_shapes(entry: Mapping[str, Any], hidden: int) -> Shapes:
 
 
 def numbers_read(entry: Mapping[str, Any], hidden: int) -> int:
-    """Numbers that one token reads in one layer: everything the layer has of its own, and its rows
-    of the table.
+    """Count the numbers that one token reads in one layer.
+
+    That is everything the layer has of its own, and the token's rows of the table.
     """
     row = sum(math.prod(shape[1:]) for shape in table_shapes(entry, hidden).values())
     own = sum(math.prod(shape) for shape in memory_shapes(entry, hidden).values())
@@ -62,7 +59,7 @@ def numbers_read(entry: Mapping[str, Any], hidden: int) -> int:
 
 
 def mlp_numbers(mlp: Mlp, width: int | None = None) -> int:
-    """Numbers of an MLP, or of `width` of its neurons."""
+    """Count the numbers in the matrices of an MLP, or of `width` of its neurons."""
     matrices = 2 + (mlp.gate is not None)
     return matrices * mlp.down.shape[0] * (mlp.width if width is None else width)
 
@@ -70,9 +67,12 @@ def mlp_numbers(mlp: Mlp, width: int | None = None) -> int:
 def random_memory(
     entry: Mapping[str, Any], hidden: int, name: str, dtype: str, seed: int
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Query and projections as Memory Layers at Scale draws them, keys of the variance of its
-    uniform ones; what is added to the stream last is zero beside an MLP, and drawn too in its
-    place."""
+    """Yield the path and the first values of each tensor of a layer's memory.
+
+    Query and projections are drawn as in Memory Layers at Scale, keys with the variance of its
+    uniform ones. The last projection before the stream is zero beside an MLP, where a new memory is
+    to add nothing; in the place of an MLP it is drawn too.
+    """
     replaces = entry["place"] == "replace"
     for path, shape in memory_shapes(entry, hidden).items():
         if path == "query_norm.weight":
@@ -90,8 +90,10 @@ def random_memory(
 def random_table(
     entry: Mapping[str, Any], hidden: int, name: str, dtype: str, seed: int, zero: bool
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Values N(0, 1/value_dim), a piece at a time; the last matrix of PEER, and all of it where
-    `zero`, is zero.
+    """Yield the path and the first values of each tensor of a table, made a piece at a time.
+
+    Values are N(0, 1/value_dim). The last matrix of PEER is zero beside an MLP, and with `zero`
+    everything is.
     """
     for path, shape in table_shapes(entry, hidden).items():
         if zero or (path == "up" and entry["place"] == "beside"):
@@ -101,15 +103,16 @@ def random_table(
 
 
 def drawn(name: str, seed: int, std: float, shape: tuple[int, ...], dtype: str) -> LazyTensor:
-    """N(0, std²), a piece at a time, each by its name."""
+    """Return a table of N(0, std²), drawn a piece at a time, each from a name of its own."""
     return by_pieces(shape, lambda first, part: normal(f"{name}[{first}]", seed, std, part, dtype))
 
 
 def by_pieces(
     shape: tuple[int, ...], piece: Callable[[int, tuple[int, ...]], LazyTensor]
 ) -> LazyTensor:
-    """A table [n, d] of `piece(first row, its shape)`, of which one at a time is held when it is
-    written.
+    """Join pieces to a table [n, d], of which the writer holds one piece at a time.
+
+    `piece` makes one from the number of its first row and its shape.
     """
     rows = max(1, PIECE // shape[1])
     return concatenate(
@@ -118,32 +121,35 @@ def by_pieces(
 
 
 def nbytes(tensors: Mapping[str, LazyTensor]) -> int:
+    """Return how many bytes the tensors take."""
     return sum(t.nbytes for t in tensors.values())
 
 
 def width_of(fraction: float, mlp: Mlp, others: int, multiple: int = 8) -> int:
-    """How many neurons may be kept beside `others` numbers, for a token to read this fraction of
-    the MLP; a multiple of 8.
+    """Return how many neurons can be kept if a token is to read this fraction of the MLP.
+
+    It reads `others` numbers besides. The result is rounded down to a multiple of `multiple`.
     """
     left = fraction * mlp_numbers(mlp) - others
     return max(0, int(left / mlp_numbers(mlp, 1)) // multiple * multiple)
 
 
 def knn_of(fraction: float, mlp: Mlp, entry: Mapping[str, Any], hidden: int) -> int:
-    """How many slots may be read of a table for a token to read this fraction of the MLP; `entry`
-    reads none yet.
+    """Return how many slots of a table a token can read if it is to read this fraction of the MLP.
 
-    Raises UsageError where that is none.
+    Whatever `knn` the entry has does not count. Raises UsageError where not one slot can be read.
     """
     others, one = (numbers_read({**entry, "knn": k}, hidden) for k in (0, 1))
     knn = int((fraction * mlp_numbers(mlp) - others) / (one - others))
     if knn < 1:
         raise UsageError(
-            f"a token that reads {fraction:g} of {mlp_numbers(mlp):,} numbers: query and keys alone are {others:,}",
+            f"a token that reads {fraction:g} of {mlp_numbers(mlp):,} numbers: "
+            f"query and keys alone are {others:,}",
             "give a larger --reads, or a smaller --key-dim",
         )
     return min(knn, entry["keys"] ** 2)
 
 
 def itemsize(dtype: str) -> int:
+    """Return the bytes of one number of a dtype."""
     return DTYPES[dtype][0]

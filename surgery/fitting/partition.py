@@ -1,18 +1,18 @@
-"""Which neurons of an MLP stand together: n neurons in G groups of n / G, by functions of tensors
-alone.
+"""Group the neurons of an MLP: n neurons in G groups of n / G each.
 
-Every way ends in a balanced assignment, solved exactly by `balanced`. They differ in what brings
-two neurons together:
+Every method ends in a balanced assignment, which `balanced` solves exactly. The methods differ in
+what brings two neurons together:
 
-    random        nothing
-    kmeans        the direction of their rows of gate and up                 LLaMA-MoE, Zhu et al. 2024, arXiv 2406.16554
-    coactivation  that they fire on the same tokens, a balanced cut of the   MoEfication, Zhang et al. 2022, arXiv 2110.01786
-                  normalised graph of co-firing counts
-    cmoe          that they are among the largest products of the same       CMoE, Pei et al. 2025, arXiv 2502.04416
-                  tokens; those that are most often stand in shared groups
-    mass          that the same tokens are served by them: groups and the tokens' choices of `active` groups are
-                  optimised in turn, so that as much as can be of what the MLP adds is in the chosen
-                  groups
+    random        chance alone
+    kmeans        the direction of their rows of gate and up
+                  (LLaMA-MoE, Zhu et al. 2024, arXiv 2406.16554)
+    coactivation  they fire on the same tokens: a balanced cut of the normalised graph of counts
+                  of how often two fire together (MoEfication, Zhang et al. 2022, arXiv 2110.01786)
+    cmoe          they are among the largest products of the same tokens; the neurons that are so
+                  most often are shared (CMoE, Pei et al. 2025, arXiv 2502.04416)
+    mass          they serve the same tokens: the groups, and the `active` groups that each token
+                  chooses, are optimised in turn, so that the chosen groups hold as much as possible
+                  of what the MLP adds
 
 A neuron's mass on a token is (h_i ‖W_down[:, i]‖)², the energy of what it adds to the residual
 stream.
@@ -30,20 +30,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-ROUNDS = 10  # of k-means and its kin, which stop when nothing moves
+ROUNDS = 10  # the most rounds of k-means and its kin, which stop when nothing moves
 SWEEPS = 4  # over the prices of the groups, before single points are moved
 
 
 def balanced(cost: Tensor, price: NDArray[numpy.float64] | None = None) -> Tensor:
-    """The group [n] of each point that minimises the sum of cost [n, G] where every group has n / G
-    points.
+    """Return the group [n] of each point that minimises the sum of the costs [n, G].
 
-    A transport problem: prices of the groups first spread the points, cheapest group for each,
-    which is optimal for the sizes that come out; then the excess goes along shortest chains of
-    moves to groups with room, which keeps it so. A linear assignment of n places (as CMoE solves
-    it) takes time of order n³; this one about n·G². `price` [G] is where the
-    search begins, and is brought up to date: what was found for a similar cost spares most of the
-    moves.
+    Every group gets n / G points. This is a transport problem, solved in two steps:
+
+    1. Each point goes to its cheapest group, at prices of the groups that spread the points. That
+       is optimal for whatever sizes the groups come out with.
+    2. The excess moves to groups with room, along shortest chains of moves, which keeps it optimal.
+
+    A linear assignment of n places (as CMoE solves it) takes time of order n³, this one about n·G².
+    The search begins at `price` [G] and brings it up to date: prices that were found for a similar
+    cost spare most of the moves.
     """
     c = cost.double().cpu().numpy()
     points, groups = c.shape
@@ -56,9 +58,8 @@ def balanced(cost: Tensor, price: NDArray[numpy.float64] | None = None) -> Tenso
     move, mover = numpy.empty((groups, groups)), numpy.zeros((groups, groups), dtype=numpy.int64)
     for g in range(groups):
         _cheapest_moves(c, label, g, move, mover)
-    least = 1e-12 * (
-        abs(c).max() + abs(price).max()
-    )  # less may be rounding, and a cycle of moves gain for ever
+    # A smaller gain may be rounding, with which a cycle of moves would gain for ever.
+    least = 1e-12 * (abs(c).max() + abs(price).max())
     while (sizes > width).any():
         chain = _chain(move, sizes > width, sizes < width, least)
         for g, h in pairwise(chain):
@@ -71,9 +72,11 @@ def balanced(cost: Tensor, price: NDArray[numpy.float64] | None = None) -> Tenso
 
 
 def _climb(c: NDArray[numpy.float64], price: NDArray[numpy.float64]) -> None:
-    """Change what is added to the cost of each group, so that the cheapest groups are nearly
-    balanced: one group after another takes the price at which n / G points prefer it, which climbs
-    the dual of the transport problem."""
+    """Change the prices in place, so that the points' cheapest groups are nearly balanced.
+
+    One group after another takes the price at which n / G points prefer it. That climbs the dual of
+    the transport problem.
+    """
     points, groups = c.shape
     width = points // groups
     for _ in range(SWEEPS if groups > 1 else 0):
@@ -91,8 +94,10 @@ def _cheapest_moves(
     move: NDArray[numpy.float64],
     mover: NDArray[numpy.int64],
 ) -> None:
-    """What the cheapest move of a point of group g to each other group costs [G, G], and which
-    point it is.
+    """Fill row g of `move` and `mover` [G, G].
+
+    They hold what the cheapest move of a point from group g to each other group costs, and which
+    point that is.
     """
     members = numpy.flatnonzero(label == g)
     if not len(members):
@@ -109,9 +114,11 @@ def _chain(
     under: NDArray[numpy.bool_],
     least: float,
 ) -> list[int]:
-    """The groups on the shortest path from one with too many points to one with too few (Bellman
-    and Ford); a detour must gain `least`. Paths that are too long by less may add up to a cycle of
-    moves that gains: then it is found, and taken first.
+    """Return the groups on the shortest path from one with too many points to one with too few.
+
+    The search is Bellman and Ford's, where a detour must gain `least`. Paths that are too long by
+    less than that may add up to a cycle of moves that gains; then the cycle is returned, to be
+    taken first.
     """
     distance = numpy.where(over, 0.0, numpy.inf)
     before = numpy.full(len(move), -1)
@@ -136,13 +143,13 @@ def _chain(
 
 
 def random(neurons: int, groups: int, seed: int) -> Tensor:
-    """The group of each neuron [n]."""
+    """Return the group of each neuron [n], drawn at random."""
     order = torch.randperm(neurons, generator=torch.Generator().manual_seed(seed))
     return torch.empty_like(order).scatter_(0, order, torch.arange(neurons) // (neurons // groups))
 
 
 def kmeans(points: Tensor, groups: int, seed: int) -> Tensor:
-    """Balanced k-means of points [n, d]: the group of each [n]."""
+    """Return the group [n] of each of the points [n, d], by balanced k-means."""
     centroids = points[
         _spread(len(points), groups, seed, lambda i: (points - points[i]).square().sum(1))
     ]
@@ -160,9 +167,12 @@ def kmeans(points: Tensor, groups: int, seed: int) -> Tensor:
 
 
 def graph(affinity: Tensor, groups: int, seed: int) -> Tensor:
-    """A balanced cut of the graph with these weights [n, n] that keeps most of the weight inside
-    groups, each edge in proportion to the geometric mean of its ends' degrees: kernel k-means, one
-    balanced assignment after another."""
+    """Return the groups [n] of a balanced cut of the graph with these weights [n, n].
+
+    The cut keeps as much of the weight as it can inside groups, where the weight of an edge is
+    relative to the geometric mean of its ends' degrees. It is found by kernel k-means, one balanced
+    assignment after another.
+    """
     root = affinity.sum(1).clamp_min(1e-12).rsqrt()
     kernel = affinity * root[:, None] * root
     square = kernel.diagonal()
@@ -179,11 +189,11 @@ def graph(affinity: Tensor, groups: int, seed: int) -> Tensor:
 
 
 def concentrate(mass: Tensor, label: Tensor, groups: int, active: int) -> Tensor:
-    """Groups such that the `active` best of a token hold as much as can be of its mass [N, n], from
-    a first `label` on.
+    """Return groups [n] whose `active` best for a token hold as much as possible of its mass.
 
-    In turn, each token chooses its groups, and the neurons are assigned to groups so that most mass
-    is chosen: neither can make it less.
+    `mass` [N, n] is that of the neurons on each token, and `label` [n] the groups to begin with. In
+    turn, each token chooses its groups, and the neurons are assigned to the groups so that most
+    mass is chosen. Neither step can make the chosen mass smaller.
     """
 
     def cost(now: Tensor | None) -> Tensor:
@@ -195,16 +205,19 @@ def concentrate(mass: Tensor, label: Tensor, groups: int, active: int) -> Tensor
 
 
 def markers(points: Tensor, groups: int) -> Tensor:
-    """Balanced groups of 0/1 columns [N, n] around those with most ones, one for each, by how many
-    tokens differ.
+    """Return balanced groups [n] of the 0/1 columns [N, n].
+
+    Each group stands around one of the columns with most ones; the distance of two columns is the
+    number of tokens on which they differ.
     """
     centre = points[:, points.sum(0).topk(groups).indices]
     return balanced(points.sum(0)[:, None] + centre.sum(0) - 2 * (points.T @ centre))
 
 
 def representatives(points: Tensor, label: Tensor, groups: int) -> Tensor:
-    """The neuron of each group [G] whose 0/1 column [N, n] is nearest to the mean of the group's,
-    by absolute difference.
+    """Return the neuron of each group [G] that is most like the group.
+
+    It is the one whose 0/1 column [N, n] differs least from the mean of the group's columns.
     """
     inside = _members(label, groups, points)
     mean = points @ inside * (groups / len(label))
@@ -213,9 +226,7 @@ def representatives(points: Tensor, label: Tensor, groups: int) -> Tensor:
 
 
 def by_rate(rate: Tensor, groups: int) -> Tensor:
-    """The group of each neuron where the first group has those with the highest rates [n], and so
-    on.
-    """
+    """Return the group of each neuron [n], where the first group has the highest rates [n]."""
     label = torch.empty(len(rate), dtype=torch.long)
     label[rate.argsort(descending=True, stable=True).cpu()] = torch.arange(len(rate)) // (
         len(rate) // groups
@@ -224,7 +235,10 @@ def by_rate(rate: Tensor, groups: int) -> Tensor:
 
 
 def _settle(cost: Callable[[Tensor | None], Tensor]) -> Tensor:
-    """Assign and look again at what that costs, until nothing moves."""
+    """Assign the points, compute the costs that follow, and assign again, until nothing moves.
+
+    `cost` gives the costs [n, G] for a label, and those to begin with for None.
+    """
     first = cost(None)
     price = numpy.zeros(first.shape[1])
     label = balanced(first, price)
@@ -236,13 +250,16 @@ def _settle(cost: Callable[[Tensor | None], Tensor]) -> Tensor:
 
 
 def _members(label: Tensor, groups: int, like: Tensor) -> Tensor:
-    """Which neuron is in which group, 0 and 1 [n, G]."""
+    """Return which neuron is in which group, as 0 and 1 [n, G]."""
     return torch.nn.functional.one_hot(label, groups).to(like)
 
 
 def _spread(points: int, count: int, seed: int, apart: Callable[[int], Tensor]) -> Tensor:
-    """Indices of `count` points, each drawn in proportion to the squared distance to those before
-    it (k-means++). `apart(i)` [n] is that of each point to point i."""
+    """Draw the indices of `count` points that lie far apart (k-means++).
+
+    Each is drawn in proportion to its squared distance to the nearest of those before it;
+    `apart(i)` [n] is the squared distance of every point to point i.
+    """
     draw = torch.Generator().manual_seed(seed)
     chosen = [int(torch.randint(points, (1,), generator=draw))]
     nearest = apart(chosen[0])

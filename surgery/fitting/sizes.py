@@ -1,4 +1,4 @@
-"""What a fit takes in memory: known without torch, for a plan."""
+"""How much memory a fit takes: known without torch, for a plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ BLOCK = 11_008  # neurons that are fitted together: a Gram matrix of 485 MB in f
 
 
 def fit_nbytes(hidden: int, width: int, rank: int = 0) -> int:
-    """What the closed-form fit of a `down` [H, F] and a bypass of this rank adds up, in fp32: one
-    Gram matrix, and twice what stands against it (repair.py)."""
+    """Return the bytes that the closed-form fit of a `down` [H, F] holds in fp32 (ridge.py).
+
+    That is one Gram matrix, and twice a matrix of the outputs against its columns. A bypass of
+    `rank` adds as many columns.
+    """
     columns = min(width, BLOCK) + rank
     return 4 * columns * (columns + 2 * hidden)

@@ -7,12 +7,17 @@ file here with its function and its record, `OPERATION`; the file's name is the 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from surgery.errors import SurgeryError
 from surgery.operations.operation import Operation
 
-__all__ = ["Operation", "find", "known", "names"]
+__all__ = ["TRAINED", "Operation", "check_step", "find", "known", "names"]
+
+TRAINED = "finetune"  # the step that a fine-tune script adds to a record; no operation
 
 
 @cache
@@ -32,5 +37,32 @@ def find(name: str) -> Operation:
 
 
 def known(name: str) -> Operation | None:
-    """Return the record of an operation, None for a name that is none."""
-    return find(name) if name in names() else None
+    """Return the record of the operation of a step; None for training, which is none.
+
+    Names come from records, which come from anywhere. Raises SurgeryError for any other name.
+    """
+    if name == TRAINED:
+        return None
+    if name not in names():
+        raise SurgeryError(
+            f"unknown operation {name[:100]!r}",
+            f"known: {', '.join(names())}; a newer version of surgery may know it",
+        )
+    return find(name)
+
+
+def check_step(step: Mapping[str, Any]) -> None:
+    """Raise SurgeryError for a step of a record that no operation can have left."""
+    operation = known(step["operation"])
+    if operation is None:
+        return
+    tells = (operation.described, operation.suffix, operation.papers, operation.remedies)
+    try:
+        for tell in (*tells, operation.checks):
+            tell(step)
+    except (AttributeError, LookupError, TypeError, ValueError) as e:
+        raise SurgeryError(
+            f"a step of {operation.name} has other parameters than the operation records "
+            f"({type(e).__name__}: {str(e)[:100]})",
+            "convert the model again",
+        ) from None

@@ -2,7 +2,7 @@
 
 No weight is added but a router's. The neurons are put into another order, and a router chooses
 among runs of them: with all experts active that is the same function. With fewer it is not, and
-`down_proj` is refitted to what is left (fitting/repair.py), on the stream that the carved layers
+`down_proj` is refitted to what is left (fitting/ridge.py), on the stream that the carved layers
 before it give.
 
 No router of transformers gives its experts the weight 1, so a custom-code block computes it
@@ -35,7 +35,7 @@ from surgery.operations.operation import OWN_TEXT, Operation, Parameters, bypass
 if TYPE_CHECKING:
     from surgery.calibration.install import Fitting
     from surgery.calibration.walk import Layer
-    from surgery.fitting.repair import Rows
+    from surgery.fitting.rows import Rows
     from surgery.proof.comparison import Check
 
 METHODS = ("random", "kmeans", "coactivation", "cmoe", "mass")
@@ -154,20 +154,19 @@ class Job:
     def _entry(self, layers: list[int]) -> dict[str, Any]:
         split, mlp = self.splits[layers[0]], self.blocks.mlp(layers[0])
         width, trained = mlp.width // split.experts, split.router == "trained"
-        return block_config.experts_entry(
-            self.blocks.family,
-            layers,
+        options = block_config.Experts(
             experts=split.routed,
             width=width,
             top_k=split.top_k,
-            shared=split.shared * width,
+            shared_neurons=split.shared * width,
             router=KINDS[split.router],
             weights="scaled",
             router_bias=trained or (split.router == "analytic" and mlp.biased),
             router_width=ROUTER_WIDTH if trained else 0,
             bypass=split.bypass,
-            sparse=block_config.sparse_entry_of(self.blocks.checkpoint.config, layers[0]),
         )
+        sparse = block_config.sparse_entry_of(self.blocks.checkpoint.config, layers[0])
+        return block_config.experts_entry(self.blocks.family, layers, options, sparse)
 
 
 def carve(
@@ -265,6 +264,7 @@ def _pending(job: Job, base: Checkpoint) -> Pending:
         total=job.blocks.count,
         identity=identity("allocation", job.blocks.checkpoint, job.options),
         choose=lambda progress: {"active": allocate(job, progress), "allocation": "uniform"},
+        check=lambda: job.calibration.require(job.blocks.checkpoint),
         asked={"allocation": "greedy"},
     )
 
@@ -315,8 +315,7 @@ def _require_free(blocks: Blocks, chosen: Collection[int]) -> None:
                 f"layer {both[0]} {what}",
                 "give the model from before that, or leave the layer out",
             )
-    if blocks.family.is_moe:
-        block_config.entry(blocks.family, "experts", chosen)  # raises: it has experts
+    blocks.family.require_dense()
 
 
 def _rank(blocks: Blocks, index: int, asked: int) -> int:
@@ -437,6 +436,7 @@ def _work(job: Job) -> Work:
         lambda work, progress: _run(job, work, progress),
         total=max(job.layers) + 1 if needs_data else len(job.layers),
         peak_memory=peak,
+        check=lambda: job.calibration.require(checkpoint) if needs_data else None,
     )
 
 
@@ -460,9 +460,10 @@ def _run(job: Job, work: Work, progress: Progress) -> None:
 
 def _fit(job: Job, index: int, rows: Rows | None, device: str, work: Work) -> None:
     """Carve a layer and put what was promised of it."""
-    from surgery.fitting import carved_mlp, repair
+    from surgery.fitting import carved_mlp
+    from surgery.fitting.neurons import Neurons
 
-    split, neurons = job.splits[index], repair.Neurons.at(job.blocks, index, device)
+    split, neurons = job.splits[index], Neurons.at(job.blocks, index, device)
     carved, found = carved_mlp.fit(neurons, rows, split, job.entry(index))
     if found:
         work.note(str(index), found)
@@ -482,12 +483,13 @@ def allocate(job: Job, progress: Progress = lambda n: None) -> list[int]:
     layer, as the oracle chooses, on the first tokens of the calibration text.
     """
     from surgery.calibration.install import costs_of_layers
-    from surgery.fitting import carved_mlp, repair
+    from surgery.fitting import allocation, carved_mlp
+    from surgery.fitting.neurons import Neurons
 
     split = dataclasses.replace(job.split, router="oracle", repair="none", bypass=0)
 
     def cost(layer: Layer, rows: Rows) -> list[float]:
-        neurons = repair.Neurons.at(job.blocks, layer.index, layer.device)
+        neurons = Neurons.at(job.blocks, layer.index, layer.device)
         found = carved_mlp.costs(neurons, rows, split)
         progress(1)
         return found
@@ -497,7 +499,7 @@ def allocate(job: Job, progress: Progress = lambda n: None) -> list[int]:
     some = dataclasses.replace(sample, input_ids=sample.input_ids[:count])
     costs = costs_of_layers(job.blocks, job.calibration, some, job.layers, cost)
     levels = [left_out / split.experts for left_out in range(split.routed)]
-    found = repair.allocate(costs, levels, 1 - split.active / split.experts)
+    found = allocation.allocate(costs, levels, 1 - split.active / split.experts)
     return [split.experts - round(part * split.experts) for part in found.values()]
 
 

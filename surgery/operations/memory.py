@@ -32,7 +32,7 @@ from surgery.operations.operation import OWN_TEXT, Operation, Parameters
 if TYPE_CHECKING:
     from surgery.calibration.install import Fitting
     from surgery.calibration.walk import Layer
-    from surgery.fitting.repair import Rows
+    from surgery.fitting.rows import Rows
 
 PLACES = ("beside", "replace")
 INITS = ("slots", "fit", "zero", "random")  # of a memory in the MLP's place
@@ -293,6 +293,7 @@ def _pending(job: _Job, base: Checkpoint) -> Pending:
         total=job.blocks.count,
         identity=identity("cheapest layers", job.blocks.checkpoint, job.options),
         choose=lambda progress: {"layers": list(cheapest(job.blocks, job.options, progress))},
+        check=lambda: job.options.calibration.require(job.blocks.checkpoint),
         asked={"layers": "auto", "count": job.options.count},
     )
 
@@ -557,6 +558,7 @@ def _work(job: _Job) -> Work:
         lambda work, progress: _calibrate(job, work, progress),
         total=max(job.layers) + 1,
         peak_memory=peak,
+        check=lambda: options.calibration.require(checkpoint),
     )
 
 
@@ -571,7 +573,7 @@ def _calibrate(job: _Job, work: Work, progress: Progress) -> None:
 
 
 def _fit(job: _Job, fitting: Fitting, work: Work) -> None:
-    from surgery.fitting import memory_fit, memory_neurons, repair
+    from surgery.fitting import measures, memory_fit, memory_neurons
 
     index, rows, options = fitting.index, fitting.rows, job.options
     entry, mlp, act = job.entry(index), job.blocks.mlp(index), job.blocks.activation
@@ -581,7 +583,7 @@ def _fit(job: _Job, fitting: Fitting, work: Work) -> None:
         found, figures = memory_fit.fit(mlp, act, rows, entry, options.seed, options.distill)
     for path, value in found.items():
         work.put(f"{index}.{path}", value)
-    work.note(str(index), repair.figures(**figures))
+    work.note(str(index), measures.figures(**figures))
 
 
 def cheapest(
@@ -590,19 +592,21 @@ def cheapest(
     """Return the `count` layers whose stream loses least without half of the MLP's neurons.
 
     The values of the other half are refitted. What is lost is the weighted squared error on rows
-    that were not fitted on (fitting/repair.py).
+    that were not fitted on (fitting/measures.py).
     """
     from surgery.calibration.install import costs_of_layers
-    from surgery.fitting import memory_fit, repair
-    from surgery.fitting.repair import Neurons
+    from surgery.fitting import memory_fit
+    from surgery.fitting.measures import error
+    from surgery.fitting.neurons import Neurons
+    from surgery.fitting.ridge import ridge
 
     def cost(layer: Layer, rows: Rows) -> float:
         mlp = blocks.mlp(layer.index)
         whole = Neurons.of(mlp, rule="plain", act=blocks.activation, device=layer.device)
         kept = memory_fit.best(whole, rows, len(whole.up) // 2)
-        kept = repair.ridge(kept, rows, damping=memory_fit.DAMPING, bias=True)
+        kept = ridge(kept, rows, damping=memory_fit.DAMPING, bias=True)
         progress(1)
-        lost = repair.error(kept, rows, rows.fitted) * memory_fit.size(rows, rows.fitted)
+        lost = error(kept, rows, rows.fitted) * memory_fit.size(rows, rows.fitted)
         return lost / (len(rows.z) - rows.fitted)
 
     tokens = min(options.calibration.tokens, CHOICE_TOKENS)

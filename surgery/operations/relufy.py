@@ -2,7 +2,7 @@
 
 The published way (ReLU Strikes Back, Mirzadeh et al. 2023, arXiv 2310.04564) swaps the activation
 and trains for billions of tokens. The swap alone ruins a SiLU or GELU model; a refit of `down_proj`
-on calibration text (fitting/repair.py) brings most of it back.
+on calibration text (fitting/ridge.py) brings most of it back.
 
 What stock transformers can compute is written as a stock model: ReLU and ReLU² are a config field,
 shifted ReLU is ReLU with a bias of the gate where the family has one. Everything else is a
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from surgery.calibration.data import Sample
     from surgery.calibration.install import Fitting
     from surgery.calibration.walk import Layer
-    from surgery.fitting.repair import Neurons, Rows
+    from surgery.fitting.neurons import Neurons
+    from surgery.fitting.rows import Rows
 
 REPAIRS = ("none", "ridge", "reconstruct")
 ALLOCATIONS = ("uniform", "greedy")
@@ -155,9 +156,7 @@ class _Job:
     @property
     def entry(self) -> dict[str, Any]:
         """The `surgery_blocks` entry of the layers. Raises SurgeryError where no block fits."""
-        return block_config.sparse_entry(
-            self.blocks.family,
-            self.layers,
+        options = block_config.Sparse(
             rule=self.options.swap.rule,
             activation=self.act,
             per_neuron=self.options.per_neuron,
@@ -165,6 +164,7 @@ class _Job:
             bypass=self.rank,
             relu_after=self.norms,
         )
+        return block_config.sparse_entry(self.blocks.family, self.layers, options)
 
 
 def relufy(
@@ -291,8 +291,8 @@ def _require_possible(blocks: Blocks, options: Options) -> None:
     family, swap, plain = blocks.family, options.swap, options.swap.how.plain
     if family.is_moe and (options.repair != "none" or not plain):
         raise SurgeryError(
-            f"{family.model_type} is a mixture of experts: only relu and relu2 without repair are "
-            "known for it",
+            f"this model is a mixture already: of the experts of {family.model_type} only relu and "
+            "relu2 without repair are known",
             "relufy the dense model first, then upcycle; or give --repair none",
         )
     if not family.activation_key and plain and options.repair == "none":
@@ -401,6 +401,7 @@ def _work(job: _Job) -> Work:
         lambda work, progress: _calibrate(job, work, progress),
         total=max(job.layers) + 1,
         peak_memory=peak,
+        check=lambda: calibration.require(checkpoint),
     )
 
 
@@ -430,39 +431,39 @@ def _calibrate(job: _Job, work: Work, progress: Progress) -> None:
 def _allocate(job: _Job, sample: Sample) -> dict[str, float]:
     """Return a sparsity for each layer, by a walk of the source over the first tokens."""
     from surgery.calibration.install import costs_of_layers
-    from surgery.fitting import repair
+    from surgery.fitting import allocation
 
     def cost(layer: Layer, rows: Rows) -> list[float]:
         swapped = _swapped(job, layer.index, layer.device, rows)
-        return repair.cost(swapped, job.blocks.activation, rows, LEVELS, job.rank)
+        return allocation.cost(swapped, job.blocks.activation, rows, LEVELS, job.rank)
 
     count = max(1, ALLOCATION_TOKENS // sample.input_ids.shape[1])
     some = dataclasses.replace(sample, input_ids=sample.input_ids[:count])
     costs = costs_of_layers(job.blocks, job.options.calibration, some, job.layers, cost)
-    found = repair.allocate(costs, LEVELS, job.options.wanted or 0.0)
+    found = allocation.allocate(costs, LEVELS, job.options.wanted or 0.0)
     return {str(i): round(s, 4) for i, s in found.items()}
 
 
 def _swapped(job: _Job, index: int, device: str, rows: Rows) -> Neurons:
     """Return the layer's MLP with the activation that it is to have, thresholds at 0."""
-    from surgery.fitting import repair
+    from surgery.fitting.neurons import Neurons, turned
 
     mlp, rule = job.blocks.mlp(index), job.options.swap.rule
-    neurons = repair.Neurons.of(mlp, rule=rule, act=job.act, device=device)
-    return repair.turned(neurons, rows) if job.turns else neurons
+    neurons = Neurons.of(mlp, rule=rule, act=job.act, device=device)
+    return turned(neurons, rows) if job.turns else neurons
 
 
 def _fit(job: _Job, fitting: Fitting, work: Work) -> None:
     """Choose the thresholds of a layer and repair it."""
-    from surgery.fitting import repair
+    from surgery.fitting import measures
 
     rows, index = fitting.rows, fitting.index
     sparsity = work.report.get("allocation", {}).get(str(index), job.options.wanted)
     neurons = _swapped(job, index, fitting.layer.device, rows)
     neurons = _thresholded(job, index, neurons, rows, sparsity)
-    fitted, errors = repair.better(neurons, _repaired(job, neurons, rows, sparsity), rows)
-    zeros = repair.sparsity(fitted, rows, rows.fitted)
-    work.note(str(index), repair.figures(**errors, zeros=zeros))
+    fitted, errors = measures.better(neurons, _repaired(job, neurons, rows, sparsity), rows)
+    zeros = measures.sparsity(fitted, rows, rows.fitted)
+    work.note(str(index), measures.figures(**errors, zeros=zeros))
     for name, value in _kept(job, fitted).items():
         if value is not None and work.promised(f"{index}.{name}"):
             work.put(f"{index}.{name}", value)
@@ -472,32 +473,31 @@ def _thresholded(
     job: _Job, index: int, neurons: Neurons, rows: Rows, sparsity: float | None
 ) -> Neurons:
     """Return the neurons with their thresholds, rounded as they will be on the disk."""
-    from surgery.fitting import repair
+    from surgery.fitting.thresholds import rounded, thresholded
 
     if sparsity is not None:
-        neurons = repair.thresholded(neurons, rows, sparsity, job.options.per_neuron)
+        neurons = thresholded(neurons, rows, sparsity, job.options.per_neuron)
     elif job.thresholds:
         fixed = neurons.up.new_full((1,), job.fixed[index])
         neurons = dataclasses.replace(neurons, **dict.fromkeys(job.thresholds, fixed))
-    return repair.rounded(neurons, job.blocks.mlp(index).up.dtype) if job.shifts else neurons
+    return rounded(neurons, job.blocks.mlp(index).up.dtype) if job.shifts else neurons
 
 
 def _repaired(job: _Job, neurons: Neurons, rows: Rows, sparsity: float | None) -> Neurons:
-    from surgery.fitting.reconstruct import reconstruct
-    from surgery.fitting.repair import ridge
+    from surgery.fitting.reconstruct import Reconstruction, reconstruct
+    from surgery.fitting.ridge import ridge
 
     if job.options.repair == "ridge":
         return ridge(neurons, rows, bias=job.biased, rank=job.rank)
     if job.options.repair == "reconstruct":
-        return reconstruct(
-            neurons,
-            rows,
+        options = Reconstruction(
             sparsity=sparsity,
             per_neuron=job.options.per_neuron,
             bias=job.biased,
             biases=job.shifts,
             rank=job.rank,
         )
+        return reconstruct(neurons, rows, options)
     return neurons
 
 

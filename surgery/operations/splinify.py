@@ -142,6 +142,7 @@ def _check(
     if not 0 < range < float("inf"):
         raise UsageError(f"a range of {range}", "give what the grid reaches to, like 8")
     blocks = locate(checkpoint)
+    blocks.family.require_dense()
     require_whole(blocks)
     chosen = set(chosen_layers(blocks, layers))
     for entry in block_config.changed(checkpoint.config):

@@ -396,16 +396,15 @@ def _wide(job: _Job, index: int) -> Mlp:
 def _entry(job: _Job) -> dict[str, Any]:
     """Return the `surgery_blocks` entry that computes a `_wide` MLP as a mixture."""
     shape, target = job.choice.shape, job.choice.target
-    return block_config.experts_entry(
-        job.source.family,
-        job.layers,
+    options = block_config.Experts(
         experts=shape.experts,
         width=shape.expert_width,
         top_k=shape.top_k,
-        shared=shape.shared * shape.expert_width,
+        shared_neurons=shape.shared * shape.expert_width,
         group=shape.shards,
         factor=shape.factor if target.groups else 1.0,
     )
+    return block_config.experts_entry(job.source.family, job.layers, options)
 
 
 def _mixture_of(job: _Job) -> Mixture:
@@ -513,11 +512,6 @@ def _notes(job: _Job, exact: bool) -> Iterator[str]:
             f"{target.model_type} chooses experts one by one: where the router's logits of two "
             f"copies are equal a token gets parts of both, in this dtype {where}"
         )
-    if shape.granularity > 1 and shape.expert_width % 8 and target is not SURGERY:
-        yield (
-            f"experts of {shape.expert_width} neurons: grouped matrix products in bf16 want a "
-            "multiple of 8, and transformers stops there without one"
-        )
     if target.note:
         yield target.note
     elif target.shared and target.shared.required and not shape.shared:
@@ -531,6 +525,13 @@ def _notes(job: _Job, exact: bool) -> Iterator[str]:
         others = "the mean of theirs" if start.attention == "average" else "the base's"
         rest = f"attention, embeddings and norms are {others}"
         yield f"the experts are the MLPs of {len(start.models)} models; {rest}"
+    sizes = (shape.expert_width, job.source.mlp(job.layers[0]).down.shape[0])
+    if any(size % 8 for size in sizes) and target is not SURGERY:
+        yield (
+            f"experts of {sizes[0]} neurons on {sizes[1]} channels: grouped matrix products in "
+            "bf16 want multiples of 8, and transformers 5 stops there without them; load it with "
+            'experts_implementation="eager"'
+        )
 
 
 def _gradient(shape: Shape, start: Start) -> str:

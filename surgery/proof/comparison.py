@@ -30,6 +30,7 @@ class Comparison:
         dtype: what both are computed in.
         device: where both are computed.
         tokens: how many tokens of each text are run.
+        allow_nonfinite: whether a source with which nothing can be compared passes.
         progress: is told of each layer that was run.
     """
 
@@ -39,6 +40,7 @@ class Comparison:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     tokens: int = 2048
+    allow_nonfinite: bool = False
     progress: Progress = lambda n: None
 
     @property

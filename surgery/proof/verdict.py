@@ -21,6 +21,7 @@ FILES = {  # the checks of files and names, by what a summary calls them
     "shapes_mismatched": "shapes",
     "nonfinite_logits.output": "finite logits",
 }
+NOT_COMPARABLE = "nonfinite_logits.source"  # the row that says that nothing could be compared
 _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 Verification = Mapping[str, Any]  # as surgery.json holds it
@@ -80,7 +81,7 @@ def damage(verification: Verification | None) -> str:
 def headline(verification: Verification) -> str:
     """Return one line that says what became of the function."""
     rows = rows_by_key(verification)
-    if "nonfinite_logits.source" in rows:
+    if not compared(verification):
         return "Not compared: the source's logits are NaN or Inf"
     if verification["exact"]:
         return _sameness(verification, rows)
@@ -103,6 +104,11 @@ def _sameness(verification: Verification, rows: Mapping[str, Row]) -> str:
     if not rows.get("logits.control", {"passed": True})["passed"]:
         return "Not proved: the logits would be the same without an MLP"
     return f"Same function: {differ}"
+
+
+def compared(verification: Verification | None) -> bool:
+    """Return whether the two models could be compared; NaN or Inf in the source prevents it."""
+    return NOT_COMPARABLE not in rows_by_key(verification)
 
 
 def files_checked(verification: Verification) -> str:

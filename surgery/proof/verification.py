@@ -41,8 +41,10 @@ from surgery.families import locate
 from surgery.proof import quality
 from surgery.proof.comparison import SHORT, Check, Comparison
 from surgery.proof.parity import Pair
+from surgery.proof.verdict import NOT_COMPARABLE
 
 LENGTH, WINDOW_MARGIN = 512, 64
+TOKENS = 2048  # of each text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +75,11 @@ class Verification:
         }
 
 
+def require_text(source: Checkpoint, output: Checkpoint) -> None:
+    """Raise SurgeryError where the text that a verification runs cannot be had, or not embedded."""
+    quality.texts(source, TOKENS, sequence_length(source, output, exact=output.exact))
+
+
 def verify(
     source: Checkpoint,
     output: Checkpoint,
@@ -81,10 +88,11 @@ def verify(
     layers: Sequence[int] | None = None,
     beside: Mapping[str, Checkpoint] | None = None,
     checks: Iterable[Check] = (),
-    tokens: int = 2048,
+    tokens: int = TOKENS,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     first: Iterable[Row] = (),
+    allow_nonfinite: bool = False,
     progress: Progress = lambda n: None,
 ) -> Verification:
     """Compare `output` with the `source` it was made from.
@@ -103,6 +111,8 @@ def verify(
         checks: what the operations of the conversion check themselves.
         tokens: how many tokens of each text are run.
         first: rows of checks that were made before; they come first.
+        allow_nonfinite: whether a source whose logits are NaN or Inf, with which nothing can be
+            compared, passes all the same.
         progress: is told of each layer that was run.
     """
     pair = Comparison(
@@ -112,6 +122,7 @@ def verify(
         dtype=dtype,
         device=device,
         tokens=tokens,
+        allow_nonfinite=allow_nonfinite,
         progress=progress,
     )
     names = [*name_rows(check_names(source), check_names(output)), *unknown_rows(output)]
@@ -120,7 +131,7 @@ def verify(
         measured = _exactness(pair, layers) if exact else _quality(pair, beside or {})
         sample = measured.sample
         rows += measured.rows
-        if all(row.passed for row in measured.rows):
+        if all(row.passed for row in measured.rows) and not _uncomparable(measured.rows):
             rows += [row for check in checks for row in check(pair, sample.input_ids)]
     name = str(dtype).removeprefix("torch.")
     return Verification(rows=tuple(rows), exact=exact, dtype=name, sample=sample)
@@ -148,7 +159,8 @@ def _exactness(pair: Comparison, layers: Sequence[int] | None) -> _Measured:
         last=last,
         progress=pair.progress,
     )
-    return _Measured(rows=list(_rows(logits, sample)), sample=sample)
+    rows = list(_rows(logits, sample, pair.allow_nonfinite))
+    return _Measured(rows=rows, sample=sample)
 
 
 def _quality(pair: Comparison, beside: Mapping[str, Checkpoint]) -> _Measured:
@@ -159,16 +171,18 @@ def _quality(pair: Comparison, beside: Mapping[str, Checkpoint]) -> _Measured:
     found = quality.measure(
         models, texts, dtype=pair.dtype, device=pair.device, progress=pair.progress
     )
-    rows = list(_quality_rows(found, texts))
+    rows = list(_quality_rows(found, texts, pair.allow_nonfinite))
     if found["source"].not_finite == 0:
         rows += savings_rows(pair.output, found["output"].zeros)
     return _Measured(rows=rows, sample=texts.samples["evaluation"])
 
 
-def _quality_rows(found: Mapping[str, quality.Quality], texts: quality.Texts) -> Iterator[Row]:
+def _quality_rows(
+    found: Mapping[str, quality.Quality], texts: quality.Texts, allow_nonfinite: bool
+) -> Iterator[Row]:
     """Say what was measured of the models in `found`, of which "source" and "output" are two."""
     if found["source"].not_finite:
-        yield _not_comparable(found["source"].not_finite)
+        yield _not_comparable(found["source"].not_finite, allow_nonfinite)
         return
     yield _finite_output(found["output"].not_finite)
     for text, sample in texts.samples.items():
@@ -207,9 +221,21 @@ def _finite_output(count: int) -> Row:
     )
 
 
-def _not_comparable(count: int) -> Row:
-    check = "the source's logits are NaN or Inf, so that nothing more can be compared"
-    return Row(key="nonfinite_logits.source", check=f"warning: {check}", value=count, warns=True)
+def _not_comparable(count: int, allowed: bool) -> Row:
+    """Return the row of a source with which nothing can be compared: that is not a pass."""
+    return Row(
+        key=NOT_COMPARABLE,
+        check="source logits not finite, so that nothing can be compared",
+        value=count,
+        relation="" if allowed else "<=",
+        limit=None if allowed else 0,
+        passed=allowed,
+        warns=True,
+    )
+
+
+def _uncomparable(rows: Iterable[Row]) -> bool:
+    return any(row.key == NOT_COMPARABLE for row in rows)
 
 
 def savings_rows(output: Checkpoint, zeros: Sequence[float]) -> Iterator[Row]:
@@ -237,6 +263,8 @@ def savings_rows(output: Checkpoint, zeros: Sequence[float]) -> Iterator[Row]:
             own = of_mlp(part.tallies["mlp"]) - bypass
             before += own
             after += own * REMAINING[kernel](zeros[part.index], weights.gated) + bypass
+        if not before:  # experts alone, shared ones among them
+            continue
         unit = "MB" if what == "bytes" else "MFLOP"
         yield Row(
             key=f"left.{what.lower()}",
@@ -321,12 +349,12 @@ def _window(config: Any) -> int:
     return max(sliding, chunked)
 
 
-def _rows(pair: Pair, sample: Sample) -> Iterator[Row]:
+def _rows(pair: Pair, sample: Sample, allow_nonfinite: bool) -> Iterator[Row]:
     """Yield finite logits, parity and its control, and perplexity where the ids are text."""
     compared = pair.compared
     source, output = compared.not_finite
     if source:
-        yield _not_comparable(source)
+        yield _not_comparable(source, allow_nonfinite)
         return
     yield _finite_output(output)
     yield from _parity(pair)

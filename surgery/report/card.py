@@ -9,8 +9,8 @@ A card that somebody has edited is never written again: the last line of ours is
 
 from __future__ import annotations
 
+import ast
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,19 +18,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from surgery import operations
 from surgery.analysis.weigh import weigh
 from surgery.checkpoint import Checkpoint
+from surgery.checkpoint.parsing import Unreadable, read_yaml
 from surgery.demo import DEMO
+from surgery.errors import SurgeryError
 from surgery.files import content
 from surgery.proof import verdict
+from surgery.quoting import code, fenced, markdown, prose, python, shell
 from surgery.report import layers, methods
 from surgery.report.inspection import quantity
 
 NAME = "README.md"
 # The fields of the source's metadata that hold for the output too.
 FOLLOWED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+MAX_METADATA = 64_000  # bytes of a README.md that are looked at
+MAX_WORDS, MAX_WORD = 200, 200  # of a field of the metadata; characters of each
 # The line of the loading code that names the model, perhaps with a comment.
-_LOADED = re.compile(r'^name = "([^"]*)".*$', re.MULTILINE)
+_LOADED = re.compile(r'^name = ("(?:[^"\\]|\\.)*").*$', re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +68,9 @@ def renamed(folder: Path, name: str) -> dict[str, bytes]:
     if not is_ours(folder):
         return {}
     text = (folder / NAME).read_text(encoding="utf-8").rpartition("<!--")[0]
-    text = _LOADED.sub(f"name = {json.dumps(name)}", text, count=1)
-    text = re.sub(r"(?<=pretrained=)[^, ]+", name, text, count=1)
+    before = _loaded_name(folder)
+    text = _LOADED.sub(lambda _: f"name = {python(name)}", text, count=1)
+    text = text.replace(_arguments(before), _arguments(name), 1)
     return {NAME: _sealed(text)}
 
 
@@ -94,14 +101,15 @@ def render(
     return _template("card.md.j2").render(
         metadata=_metadata(source, output, record, followed),
         name=_loaded_name(folder),
+        arguments=_arguments(_loaded_name(folder)),
         source=_link(record["source"]),
         done=[(methods.done(o, p), methods.why(o)) for o, p in steps],
-        trained=methods.FINETUNE in names,
+        trained=operations.TRAINED in names,
         fitted=bool(record.get("calibration")),
         cost=_cost(record),
         exact=record["exact"],
         notes=record.get("notes") or (),
-        recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
+        recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else "",
         rows=table(source, output, record),
         figure=layers.NAME,
         shown=[panel.title for panel in layers.panels(verification)],
@@ -111,6 +119,7 @@ def render(
         ignored=verdict.ignored_fields(verification),
         sample=(verification or {}).get("sample") or {},
         texts=len(verdict.changes(verification)),
+        compared=verdict.compared(verification),
         trust=output.custom_code,
         finetune=(folder / "finetune").is_dir(),
         limits=methods.limits(names),
@@ -128,8 +137,13 @@ def _loaded_name(folder: Path) -> str:
     """Return what the model is loaded by: its folder's name, or the repository it was pushed to."""
     text = (folder / NAME).read_text(encoding="utf-8") if is_ours(folder) else ""
     found = _LOADED.search(text)
-    pushed = found is not None and "/" in found[1]
-    return found[1] if found and pushed else folder.resolve().name.removesuffix(".staged")
+    named = str(ast.literal_eval(found[1])) if found else ""
+    return named if "/" in named else folder.resolve().name.removesuffix(".staged")
+
+
+def _arguments(name: str) -> str:
+    """Return the beginning of the evaluation's argument that names the model, for a shell."""
+    return f"pretrained={shell(name)}"
 
 
 def _cost(record: Mapping[str, Any]) -> str:
@@ -138,6 +152,10 @@ def _cost(record: Mapping[str, Any]) -> str:
     if not verification:
         claim = "should compute" if record["exact"] else "does not compute"
         return f"It {claim} what its source does; that was not verified."
+    if not verdict.compared(verification):
+        claim = "should compute" if record["exact"] else "does not compute"
+        why = "the source's logits are NaN or Inf, so that nothing could be compared"
+        return f"It {claim} what its source does; that was not checked: {why}."
     if record["exact"]:
         return f"It computes what its source does. {verdict.headline(verification)}."
     found = verdict.changes(verification)
@@ -162,8 +180,8 @@ def _template(name: str) -> Any:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["figure"] = verdict.figure
-    environment.filters["small"] = verdict.small
+    environment.filters |= {"figure": verdict.figure, "small": verdict.small}
+    environment.filters |= {f.__name__: f for f in (code, fenced, markdown, prose, python)}
     return environment.get_template(name)
 
 
@@ -171,18 +189,49 @@ def _template(name: str) -> Any:
 
 
 def metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the metadata in a README.md; empty where there is none, or none that can be read."""
-    import yaml
+    """Return the metadata in a README.md: what of FOLLOWED and `base_model` is words.
 
+    It is empty where there is none, and where it cannot be read; see `unread`.
+    """
+    found = _front_matter(checkpoint)
+    if not isinstance(found, Mapping):
+        return {}
+    fields = {key: _words(found.get(key)) for key in (*FOLLOWED, "base_model")}
+    return {key: words for key, words in fields.items() if words}
+
+
+def unread(checkpoint: Checkpoint) -> str:
+    """Return a note where the metadata in a README.md cannot be read; else an empty text."""
+    found = _front_matter(checkpoint)
+    if not isinstance(found, SurgeryError):
+        return ""
+    return f"the metadata of {found.message}; its licence and language are not taken over"
+
+
+def _front_matter(checkpoint: Checkpoint) -> Any:
+    """Return what stands between the dashes of a README.md, or the error of reading it."""
     if checkpoint.card is None:
-        return {}
-    text = content(checkpoint.card.path()).decode(errors="replace")
-    match = re.match(r"\ufeff?\s*---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
+        return None
+    text = content(checkpoint.card.path())[:MAX_METADATA].decode(errors="replace")
+    lines = text.removeprefix("\ufeff").lstrip().splitlines()
+    if not lines or lines[0].rstrip() != "---":
+        return None
+    end = next((i for i, line in enumerate(lines[1:], 1) if line.rstrip() == "---"), None)
+    if end is None:
+        full = len(text.encode()) >= MAX_METADATA
+        return SurgeryError("the source's README.md has no end") if full else None
     try:
-        found = yaml.safe_load(match[1]) if match else None
-    except yaml.YAMLError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        return read_yaml("\n".join(lines[1:end]), "the source's README.md", "")
+    except Unreadable as error:
+        return error
+
+
+def _words(value: Any) -> str | list[str]:
+    """Return a word or a list of words as it is; nothing for what the Hub could not read either."""
+    if isinstance(value, list):
+        return [word for word in value[:MAX_WORDS] if isinstance(word, str) and _words(word)]
+    fits = isinstance(value, str) and value.isprintable() and len(value) <= MAX_WORD
+    return str(value) if fits else ""
 
 
 def _metadata(
@@ -219,7 +268,7 @@ def _base(
     from. Otherwise the base of the source is the base of the output.
     """
     if record["source"]["revision"]:
-        return [str(record["source"]["location"])]
+        return [b for b in [str(record["source"]["location"])] if _is_id(b)]
     location = str(source.source.location) if source else ""
     if cached := re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/", location):
         return [f"{cached[1]}/{cached[2]}"]
@@ -227,12 +276,12 @@ def _base(
     if named and _is_id(named) and not Path(named).exists():
         return [named]
     base = followed.get("base_model") or []
-    return [base] if isinstance(base, str) else base
+    return [b for b in ([base] if isinstance(base, str) else base) if _is_id(b)]
 
 
 def _is_id(location: str) -> bool:
     """Whether a location has the form of a Hub id, OWNER/NAME."""
-    shaped = re.fullmatch(r"[\w.-]+/[\w.-]+(@.*)?", location) is not None
+    shaped = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", location, re.ASCII) is not None
     return shaped and not location.startswith((".", "/"))
 
 
@@ -242,8 +291,10 @@ def _link(source: Mapping[str, Any]) -> str:
     if not revision:
         if location == DEMO:
             return "The model embedded in surgery"
-        return f"`{location if '://' in location else Path(location).resolve().name}`"
-    return f"[{location}](https://huggingface.co/{location}) at `{revision[:12]}`"
+        return code(location if "://" in location else Path(location).resolve().name)
+    if not _is_id(location):
+        return f"{code(location)} at {code(revision[:12])}"
+    return f"[{markdown(location)}](https://huggingface.co/{location}) at {code(revision[:12])}"
 
 
 # --- before and after -----------------------------------------------------------------------------
@@ -262,8 +313,8 @@ def table(
 
 
 _WEIGHED: tuple[tuple[str, Any], ...] = (
-    ("architecture", lambda w: f"`{w.model_type}`"),
-    ("activation of the MLPs", lambda w: w.activation),
+    ("architecture", lambda w: code(w.model_type, cell=True)),
+    ("activation of the MLPs", lambda w: markdown(w.activation)),
     ("parameters", lambda w: quantity(w.parameters())),
     ("active parameters per token", lambda w: quantity(w.active())),
     ("bytes of weights read per token", lambda w: quantity(w.nbytes(), "B", digits=3)),
@@ -280,7 +331,7 @@ def _measured(verification: Mapping[str, Any] | None) -> list[TableRow]:
 def _compared(key: str, rows: Mapping[str, Any]) -> TableRow | None:
     """Return the line of the table for the row of this key; None where it has none."""
     row, kind = rows[key], key.partition(".")[0]
-    what = row["check"].replace("|", "\\|")
+    what = prose(str(row["check"]))
     if kind in ("perplexity", "zeros"):
         if ".output" not in key:
             return None

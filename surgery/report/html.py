@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from surgery import files
 from surgery.analysis.analyze import (
@@ -26,6 +27,7 @@ from surgery.analysis.analyze import (
 from surgery.analysis.devices import Device
 from surgery.analysis.sparsity import hot_share
 from surgery.errors import SurgeryError
+from surgery.quoting import printable
 from surgery.report.analysis import finding, notes
 from surgery.report.curves import CETT_EXPLAINED, name_of, share
 from surgery.report.figures import figures
@@ -71,6 +73,7 @@ def render(analysis: Analysis, device: Device) -> str:
     environment = Environment(
         loader=PackageLoader("surgery.report"),
         autoescape=True,
+        finalize=_visible,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -90,6 +93,11 @@ def render(analysis: Analysis, device: Device) -> str:
         firing_rate=firing_rate,
         sampled=min(SAMPLED, int(analysis.sample.mask.sum())),
     )
+
+
+def _visible(value: Any) -> Any:
+    """Return text without control characters, and what is marked safe as it is."""
+    return printable(value) if type(value) is str else value
 
 
 def tiles(a: Analysis) -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ from surgery.analysis.devices import Decode, mlp_work
 from surgery.analysis.weigh import LayerWeights, Weights
 from surgery.errors import SurgeryError, UsageError
 from surgery.families.roles import MLP_ROLES, ROLES
+from surgery.quoting import plotted
 from surgery.report import canvas
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def plot(weights: Weights, step: Decode, name: str, path: Path) -> None:
     if path.suffix[1:] not in figure.canvas.get_supported_filetypes():
         raise UsageError(f"cannot draw to {path.name}", "end its name in .png, .svg or .pdf")
     figure.suptitle(finding(weights), x=0.01, ha="left", fontsize=14, fontweight="bold", color=INK)
-    _draw_shares(top, bars, f"{name} · {weights.model_type}")
+    _draw_shares(top, bars, plotted(f"{name} · {weights.model_type}"))
     _draw_roofline(bottom, weights, step)
     canvas.save(figure, path, dpi=160)
 
@@ -326,7 +327,7 @@ def _draw_roofline(axes: Axes, weights: Weights, step: Decode) -> None:
     bound = "no MLPs"
     if step.compute_bound_from:
         bound = f"MLPs turn compute-bound at batch {step.compute_bound_from:,}"
-    title = f"{bound} on {device.name} (ridge {device.ridge:.0f} FLOP per byte)"
+    title = plotted(f"{bound} on {device.name} (ridge {device.ridge:.0f} FLOP per byte)")
     axes.set_title(title, loc="left", fontsize=11, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=9)

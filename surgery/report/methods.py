@@ -9,29 +9,24 @@ from surgery import operations
 from surgery.blocks.paper import Paper
 from surgery.operations.operation import Operation, Parameters
 
-FINETUNE = "finetune"  # the step that a fine-tune script adds
 _TRAINED = "Training recovers what the conversion cost, or makes use of what it added."
 
 
 def done(operation: str, parameters: Parameters) -> str:
     """Return one phrase, as in "every MLP became 8 experts, 2 of them active for a token"."""
-    if operation == FINETUNE:
-        return "it was trained"
     record = operations.known(operation)
-    return record.described(parameters) if record else f"it was changed by {operation}"
+    return record.described(parameters) if record else "it was trained"
 
 
 def why(operation: str) -> str:
-    """Return the reason for an operation, in one or two sentences; empty where none is known."""
-    if operation == FINETUNE:
-        return _TRAINED
+    """Return the reason for an operation, in one or two sentences."""
     record = operations.known(operation)
-    return record.why if record else ""
+    return record.why if record else _TRAINED
 
 
 def limits(names: Sequence[str]) -> list[str]:
     """Return what a reader must know of a model that was not trained since; nothing once it was."""
-    if FINETUNE in names:
+    if operations.TRAINED in names:
         return []
     return [r.limits for r in _records(names) if r.limits]
 

@@ -9,6 +9,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from surgery.analysis.analyze import Analysis
+from surgery.quoting import plotted
 from surgery.report import canvas
 from surgery.report.curves import (
     CETT_EXPLAINED,
@@ -89,7 +90,7 @@ def _png(
     axes.spines[:].set_color(FAINT)
     axes.tick_params(labelsize=9, length=0, colors=INK)
     draw(axes, a)
-    subtitle = f"{name_of(a)} · {a.sample.input_ids.numel():,} tokens".replace("$", r"\$")
+    subtitle = plotted(f"{name_of(a)[:60]} · {a.sample.input_ids.numel():,} tokens")
     axes.set_title(subtitle, loc="left", fontsize=9, color=FAINT)
     canvas.save(figure, path, dpi=150)
     return path

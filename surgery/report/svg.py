@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
+from surgery.quoting import printable
+
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 460.0, 44.0, 352.0, 30.0, 250.0  # a figure and its plot
 LEVELS = 40  # steps of opacity in a heat map
 QUARTERS = {0.0: "0%", 0.25: "25%", 0.5: "50%", 0.75: "75%", 1.0: "100%"}
@@ -82,7 +84,7 @@ def document(body: str, style: str, height: float = BOTTOM + 40) -> str:
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
     """Return a <text> element; `kind` is its class."""
     anchor = f' text-anchor="{anchor}"' if anchor != "start" else ""
-    return f'<text x="{px(x)}" y="{px(y)}"{anchor} class="{kind}">{escape(words)}</text>'
+    return f'<text x="{px(x)}" y="{px(y)}"{anchor} class="{kind}">{escape(printable(words))}</text>'
 
 
 def line(points: Sequence[Point], kind: str, depth: float | None = None, title: str = "") -> str:
@@ -102,7 +104,7 @@ def dot(x: float, y: float, kind: str, title: str = "") -> str:
 
 
 def _title(words: str) -> str:
-    return f"<title>{escape(words)}</title>" if words else ""
+    return f"<title>{escape(printable(words))}</title>" if words else ""
 
 
 def ridge(points: Sequence[Point], base: float, title: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from surgery.errors import SurgeryError
 from surgery.storage.local import open_folder
+from surgery.storage.patience import patiently, status_of
 from surgery.storage.staging import KEEP, Staging
 from surgery.storage.store import File, Store
 
@@ -91,7 +92,8 @@ def open_hub(repo: str, revision: str | None, stream: bool = False) -> Store:
     if constants.HF_HUB_OFFLINE:
         return _open_cached(repo, revision)
     with hub_errors(repo, revision):
-        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
+        api = HfApi()
+        info = patiently(lambda: api.model_info(repo, revision=revision, files_metadata=True))
         commit = str(info.sha)
         staging = Staging(f"{repo}@{commit}", KEEP) if stream else None
         files: dict[str, File] = {}
@@ -149,26 +151,57 @@ class hub_errors:  # noqa: N801
             reasons = (error.__cause__, error)
         for reason, (name, message, hint) in itertools.product(reasons, _HUB_ERRORS):
             if any(c.__name__ == name for c in type(reason).__mro__):
-                if _refused(reason):
-                    raise SurgeryError(
-                        f"this account may not write to {self.repo}",
-                        "run `hf auth login` or set HF_TOKEN, with a token that may write",
-                    ) from error
+                message, hint = _by_status(reason, name) or (message, hint)
                 raise SurgeryError(self._fill(message, reason), self._fill(hint, reason)) from error
 
     def _fill(self, text: str, reason: object) -> str:
-        status = getattr(getattr(reason, "response", None), "status_code", "")
-        return text.format(repo=self.repo, revision=self.revision or "main", status=status)
+        revision, status = self.revision or "main", status_of(reason)
+        return text.format(repo=self.repo, revision=revision, status=status)
 
 
-def _refused(error: object) -> bool:
-    """Return whether the Hub did not let this account write."""
-    response = getattr(error, "response", None)
-    status = getattr(response, "status_code", 0)
-    method = getattr(getattr(response, "request", None), "method", "GET")
-    return status in (401, 403) and method in ("POST", "PUT")
+def _by_status(error: object, name: str) -> tuple[str, str] | None:
+    """Return the message and the hint of an answer whose status says more than its class.
+
+    That is of any that was refused to write, and of one of no class but the general one.
+    """
+    request = getattr(getattr(error, "response", None), "request", None)
+    if getattr(request, "method", "GET") in ("POST", "PUT") and status_of(error) in _NOT_WRITTEN:
+        return _NOT_WRITTEN[status_of(error)]
+    return _STATUSES.get(status_of(error)) if name == "HfHubHTTPError" else None
 
 
+_LOGIN = "run `hf auth login` or set HF_TOKEN, with"
+# By status, where something was to be written.
+_NOT_WRITTEN = {
+    401: (
+        "this account may not write to {repo}: there is no valid token",
+        f"{_LOGIN} a token that may write",
+    ),
+    403: (
+        "this account may not write to {repo}: its token has no right to",
+        f"{_LOGIN} a token of the role write, or of a repository of your own",
+    ),
+}
+# By status, of an exception without a class of its own.
+_STATUSES = {
+    401: (
+        "the Hub does not know the token that {repo} was asked for with",
+        f"{_LOGIN} a valid one",
+    ),
+    403: (
+        "this account may not read {repo}",
+        "accept its terms on its page on the Hub if it is gated, and give a token that may read it: "
+        "one that is fine-grained must name it",
+    ),
+    404: (
+        "the Hub has nothing at the address asked for {repo}",
+        "check the name; for a private model run `hf auth login` or set HF_TOKEN",
+    ),
+    413: (
+        "a file for {repo} is too large for the Hub (413)",
+        "convert it again with smaller shards, like --max-shard-size 5GB, and push that",
+    ),
+}
 # The exception's class, the message and the hint. The first row that names one of the exception's
 # classes is taken, so narrow classes come first: a gated repository is also one that is "not
 # found", and a file that is absent from the cache is also an entry that is absent.
@@ -212,8 +245,8 @@ _HUB_ERRORS = (
     (
         "HfHubHTTPError",
         "the Hub answers with error {status} for {repo}",
-        "try again later: 429 means too many requests, 5xx a Hub that is busy; "
-        "SURGERY_DEBUG=1 shows the answer",
+        "it was asked several times; try again later: 429 means too many requests, 5xx a Hub that "
+        "is busy; SURGERY_DEBUG=1 shows the answer",
     ),
     (
         "TransportError",

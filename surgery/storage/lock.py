@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from surgery.checkpoint.parsing import is_number
 from surgery.errors import SurgeryError
 from surgery.files import create, open_lock, read
 
@@ -92,11 +93,11 @@ def _create(path: Path) -> int:
 def _is_left_over(path: Path) -> bool:
     """Return whether the file was made by a process of this machine that has ended."""
     pid, _, host = _holder(path).partition(" ")
-    if host != socket.gethostname() or not pid.isdigit():
+    if host != socket.gethostname() or not is_number(pid):
         return False
     try:
         os.kill(int(pid), 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return True
     except PermissionError:
         pass  # It is another user's process.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -11,16 +10,18 @@ from typing import Any
 from surgery.checkpoint.checkpoint import Checkpoint, Source
 from surgery.checkpoint.config import check
 from surgery.checkpoint.header import read_header
+from surgery.checkpoint.parsing import read_json as parse_json
 from surgery.checkpoint.tensors import LazyTensor
 from surgery.errors import SurgeryError
 from surgery.files import JSON_LIMIT, SIDE_LIMIT, content, require_size
+from surgery.storage.kinds import refuse, require_fetched, require_no_disguise
 from surgery.storage.local import LocalFile
 from surgery.storage.location import open_store
 from surgery.storage.pickled import read_legacy
+from surgery.storage.prefixes import require_plain_names, stripped
 from surgery.storage.store import File, Store
 
 INDEX = "model.safetensors.index.json"
-_GGUF = "GGUF is an inference format: give the Hugging Face checkpoint that it was made from"
 # These are copied byte for byte. Everything else (other weights, optimizer states, the source's own
 # card) stays behind.
 SIDE_FILES = (
@@ -47,7 +48,11 @@ SIDE_FILES = (
 
 
 def open_checkpoint(
-    location: str | Path, *, revision: str | None = None, stream: bool = False
+    location: str | Path,
+    *,
+    revision: str | None = None,
+    stream: bool = False,
+    strip_prefix: str | None = None,
 ) -> Checkpoint:
     """Open a checkpoint without reading a weight.
 
@@ -56,6 +61,7 @@ def open_checkpoint(
             "owner/name@revision") or a URL (s3://…).
         revision: a branch, tag or commit of a Hub id.
         stream: whether downloaded shards are removed again, except for the last few that were read.
+        strip_prefix: what to strip from the names of tensors, like "module.".
 
     Raises SurgeryError for what is missing, damaged or not a Hugging Face checkpoint.
 
@@ -63,17 +69,33 @@ def open_checkpoint(
         checkpoint.tensors["model.norm.weight"].read()
     """
     store = open_store(str(location), revision, stream)
-    config = read_config(store)
+    require_fetched(f for n, f in store.files.items() if _is_read(n))
+    require_no_disguise(store)
+    notes = list[str]()
+    config = read_config(store, notes)
     tensors, shards = _read_tensors(store)
+    notes += _ignored(store, {file.name for file in shards.values()})
+    if strip_prefix:
+        notes.append(f"{strip_prefix} was stripped from the names of the source's tensors")
+        # A shard whose names change cannot be copied as a whole.
+        tensors, shards = stripped(tensors, strip_prefix), {}
+    require_plain_names(tensors)
+    _require_gathered(tensors)
     folder = None if store.folder is None else str(store.folder.resolve())
     return Checkpoint(
         config=config,
         tensors=tensors,
         files=tuple(_whole(f, store) for name, f in store.files.items() if _is_side_file(name)),
-        source=Source(location=store.location, revision=store.revision, folder=folder),
+        source=Source(
+            location=store.location,
+            revision=store.revision,
+            folder=folder,
+            strip_prefix=strip_prefix,
+        ),
         shards=shards,
         custom_code=bool(config.get("auto_map")),
         card=_whole(store.files["README.md"], store) if "README.md" in store.files else None,
+        notes=tuple(notes),
     )
 
 
@@ -98,28 +120,42 @@ def _whole(file: File, store: Store, limit: int = SIDE_LIMIT) -> File:
     return file
 
 
-def read_config(store: Store) -> dict[str, Any]:
-    """Return config.json, parsed and checked. Raises SurgeryError where it is absent or wrong."""
+def _is_read(name: str) -> bool:
+    """Return whether a file is read or copied: the config, the weights or a side file."""
+    return (
+        _is_side_file(name)
+        or name == "config.json"
+        or fnmatch(name, "*.index.json")
+        or ("/" not in name and name.endswith((".safetensors", ".bin")))
+    )
+
+
+def read_config(store: Store, notes: list[str]) -> dict[str, Any]:
+    """Return config.json, parsed and checked; a key that is in it twice goes into `notes`.
+
+    Raises SurgeryError where it is absent or wrong.
+    """
     if "config.json" not in store.files:
         hint = "give the folder that holds config.json and the .safetensors files"
-        if any(n.endswith(".gguf") for n in store.files):
-            hint = _GGUF
-        raise SurgeryError(f"no config.json in {store.location}", hint)
-    return check(read_json(store.files["config.json"], store), f"config.json of {store.location}")
+        raise refuse(store, f"no config.json in {store.location}", hint)
+    repeated = list[str]()
+    config = read_json(store.files["config.json"], store, repeated)
+    notes += [f"config.json has {key} more than once: the last one counts" for key in repeated]
+    return check(config, f"config.json of {store.location}")
 
 
 _REPAIR = "download it again, or repair it"
 
 
-def read_json(file: File, store: Store) -> dict[str, Any]:
-    """Return the JSON object in a file of the checkpoint. Raises SurgeryError if it is not one."""
+def read_json(file: File, store: Store, repeated: list[str]) -> dict[str, Any]:
+    """Return the JSON object in a file of the checkpoint.
+
+    Keys that an object in it has more than once are added to `repeated`; JSON takes the last.
+    Raises SurgeryError if it is no object.
+    """
     where = f"{file.name} of {store.location}"
-    try:
-        value = json.loads(content(_whole(file, store, JSON_LIMIT).path(), JSON_LIMIT))
-        # Half a surrogate pair can be read, but it could not be written.
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as e:
-        raise SurgeryError(f"{where} is not valid JSON: {e}", _REPAIR) from None
+    data = content(_whole(file, store, JSON_LIMIT).path(), JSON_LIMIT)
+    value = parse_json(data, where, _REPAIR, repeated)
     if not isinstance(value, dict):
         raise SurgeryError(f"{where} is not a JSON object", _REPAIR)
     return value
@@ -143,7 +179,8 @@ def _read_tensors(store: Store) -> tuple[dict[str, LazyTensor], dict[str, File]]
             _merge(tensors, found, file, expected)
             shards |= dict.fromkeys(found, file) if safe else {}
         return tensors, shards
-    raise SurgeryError(f"no weights in {store.location}", _other_formats(store))
+    hint = "give a folder with model.safetensors, or shards and their index"
+    raise refuse(store, f"no weights in {store.location}", hint)
 
 
 def _merge(
@@ -207,7 +244,14 @@ _NOT_MODELS = (
 
 def _indexed(store: Store, index: str) -> list[tuple[File, set[str]]]:
     """Return the files that an index names, each with the tensors that it promises in it."""
-    weight_map = read_json(store.files[index], store).get("weight_map")
+    repeated = list[str]()
+    weight_map = read_json(store.files[index], store, repeated).get("weight_map")
+    if repeated:
+        raise SurgeryError(
+            f"{index} of {store.location} has {repeated[0]} more than once "
+            f"({len(repeated)} such keys)",
+            "restore the index of the checkpoint: two places of a tensor cannot both be right",
+        )
     if not isinstance(weight_map, dict) or not weight_map:
         raise SurgeryError(
             f"{index} of {store.location} has no weight_map", "restore the index of the checkpoint"
@@ -229,22 +273,37 @@ def _indexed(store: Store, index: str) -> list[tuple[File, set[str]]]:
     return [(store.files[file], tensors) for file, tensors in sorted(names.items())]
 
 
+def _require_gathered(tensors: Mapping[str, LazyTensor]) -> None:
+    """Raise SurgeryError for weights of no values, which ZeRO-3 leaves in the place of its own."""
+    kinds = (".weight", ".bias")
+    if empty := [n for n, t in tensors.items() if t.shape == (0,) and n.endswith(kinds)]:
+        raise SurgeryError(
+            f"{empty[0]} has the shape [0] ({len(empty)} such tensors): the model was saved under "
+            "DeepSpeed ZeRO-3 without gathering its weights",
+            'save it again with "stage3_gather_16bit_weights_on_model_save": true, or run '
+            "zero_to_fp32.py of the training checkpoint",
+        )
+
+
+def _ignored(store: Store, read: set[str]) -> list[str]:
+    """Return notes on weights of the folder that are not among the files that were read.
+
+    Of two models in a folder transformers loads one without a word, and so do we, with a word.
+    """
+    if not read:
+        return []
+    shards = [n for n in store.files if "/" not in n and n.endswith(".safetensors")]
+    others = [n for n in shards if n not in read and not n.startswith(_NOT_MODELS)]
+    if "model.safetensors" in read and INDEX in store.files:
+        others.insert(0, INDEX)
+    if not others:
+        return []
+    what = others[0] if len(others) == 1 else f"{others[0]} and {len(others) - 1} more files"
+    beside = "model.safetensors" if "model.safetensors" in read else f"the {len(read)} shards"
+    return [
+        f"of the source's weights these are ignored, as by transformers, which reads {beside}: {what}"
+    ]
+
+
 def _is_outside(path: PurePosixPath) -> bool:
     return path.is_absolute() or ".." in path.parts
-
-
-def _other_formats(store: Store) -> str:
-    """Return a hint for a checkpoint without weights, by the formats that it has instead."""
-    for suffix, hint in (
-        (".gguf", _GGUF),
-        (".h5", "TensorFlow weights: convert them with transformers first"),
-        (".msgpack", "Flax weights: convert them with transformers first"),
-        (".pth", "original PyTorch weights: give the Hugging Face version of the model"),
-        (
-            "adapter_model.safetensors",
-            "a LoRA adapter: merge it into its base model first (peft's merge_and_unload)",
-        ),
-    ):
-        if any(n.endswith(suffix) for n in store.files):
-            return hint
-    return "give a folder with model.safetensors, or shards and their index"

@@ -5,11 +5,11 @@ It is read from folders that may come from anywhere, so it is checked.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.parsing import read_json
 from surgery.checkpoint.schema import Schema, violations
 from surgery.errors import SurgeryError
 from surgery.files import JSON_LIMIT, expanded, read
@@ -52,7 +52,11 @@ _SCHEMA: Schema = {
         "source": {
             "type": "object",
             "required": ["location", "revision"],
-            "properties": {"location": _TEXT, "revision": {"type": ["string", "null"]}},
+            "properties": {
+                "location": _TEXT,
+                "revision": {"type": ["string", "null"]},
+                "strip_prefix": _TEXT,
+            },
         },
         "recipe": {"type": "array", "items": _STEP},
         "layers": {"type": "array", "items": {"type": "integer"}},
@@ -75,13 +79,11 @@ def read_record(folder: Path) -> dict[str, Any]:
     """
     path = folder / RECORD
     try:
-        record = json.loads(read(folder, RECORD, JSON_LIMIT))
+        record = read_json(read(folder, RECORD, JSON_LIMIT), str(path), _HINT)
     except (FileNotFoundError, NotADirectoryError):
         raise SurgeryError(
             f"no {RECORD} in {folder}", "give a folder that surgery wrote and finished"
         ) from None
-    except (ValueError, RecursionError) as e:
-        raise SurgeryError(f"{path} is not valid JSON: {e}", _HINT) from None
     if not isinstance(record, dict):
         raise SurgeryError(f"{path} is not the record of a conversion", _HINT)
     for found in violations(record, _SCHEMA):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint import Progress
+from surgery.checkpoint.parsing import Unreadable, read_json
 from surgery.errors import SurgeryError
 from surgery.storage.staging import Staging
 
@@ -159,8 +160,8 @@ def _has(system: Any, path: str, size: int) -> bool:
 def _fingerprint(system: Any, path: str) -> str | None:
     """Return the fingerprint in a marker or a record, or None where there is none."""
     try:
-        return str(json.loads(system.cat_file(path))["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(read_json(system.cat_file(path), "a marker", "")["fingerprint"])
+    except (OSError, Unreadable, KeyError, TypeError):
         return None
 
 

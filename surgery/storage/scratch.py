@@ -19,14 +19,19 @@ def claim(folder: Path) -> None:
 
     Raises SurgeryError where something else has its name.
     """
+    require_free(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    files.mark(folder / MARK)
+
+
+def require_free(folder: Path) -> None:
+    """Raise SurgeryError where something else has the name of a scratch folder."""
     if folder.is_symlink() or (folder.exists() and not (is_ours(folder) or _is_empty(folder))):
         raise SurgeryError(
             f"{folder} is in the way: results are kept there for a while, and surgery did not make "
             "it",
             "move it away, or give another --out",
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    files.mark(folder / MARK)
 
 
 def is_ours(folder: Path) -> bool:

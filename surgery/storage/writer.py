@@ -14,7 +14,6 @@ system that they share they need only that files can be created, renamed and loo
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import time
@@ -26,10 +25,12 @@ from pathlib import Path
 from surgery import files
 from surgery.checkpoint.checkpoint import Checkpoint
 from surgery.checkpoint.compat import dump
+from surgery.checkpoint.parsing import read_json
 from surgery.checkpoint.plan import INDEX, Plan, Shard
 from surgery.checkpoint.tensors import SourceFile
 from surgery.checkpoint.work import Progress
 from surgery.errors import SurgeryError
+from surgery.quoting import command
 from surgery.storage.digest import Digest
 from surgery.storage.downloads import bytes_on_disk
 from surgery.storage.lock import HELD, LOCK
@@ -169,8 +170,11 @@ def check_place(out: Path, source: Checkpoint) -> None:
         raise SurgeryError(f"the output {out} is a file", "give a folder with --out")
 
 
-def check_target(plan: Plan, out: Path, source: Checkpoint) -> None:
-    """Raise SurgeryError unless `out` may be written: it is new, empty or an output of this plan."""
+def check_target(plan: Plan | None, out: Path, source: Checkpoint) -> None:
+    """Raise SurgeryError unless `out` may be written: it is new, empty or an output of this plan.
+
+    Without a plan any output of surgery will do.
+    """
     check_place(out, source)
     # A run that was killed before the marker was written leaves these files at most.
     leftovers = {_partial(out / MARKER).name, LOCK, HELD}
@@ -182,11 +186,12 @@ def check_target(plan: Plan, out: Path, source: Checkpoint) -> None:
             f"the folder {out} is not empty and is not an output of surgery",
             "give a new folder with --out, or empty this one",
         )
-    if (begun or finished) != plan.fingerprint:
+    if plan is not None and (begun or finished) != plan.fingerprint:
         state = "unfinished" if begun else "finished"
+        remove = command("rm", "-r", "--", out)
         raise SurgeryError(
             f"{out} holds the {state} output of another command, source or version",
-            f"remove it (rm -r {out}) or give another folder with --out",
+            f"remove it ({remove}) or give another folder with --out",
         )
 
 
@@ -202,8 +207,9 @@ def is_finished(plan: Plan, out: Path) -> bool:
 def _fingerprint_of(file: Path) -> str | None:
     """Return the fingerprint in a marker or a record, or None where there is none."""
     try:
-        return str(json.loads(files.read(file.parent, file.name))["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError, SurgeryError):
+        data = files.read(file.parent, file.name, files.JSON_LIMIT)
+        return str(read_json(data, "a marker", "")["fingerprint"])
+    except (OSError, SurgeryError, KeyError, TypeError):
         return None
 
 

@@ -32,7 +32,8 @@ from surgery.calibration.settings import Calibration
 from surgery.calibration.walk import BATCH_TOKENS, Layer, Walk, choose_device, choose_dtype
 from surgery.checkpoint import Checkpoint, Progress
 from surgery.errors import UsageError
-from surgery.fitting import carved_mlp, repair
+from surgery.fitting import carved_mlp
+from surgery.fitting.neurons import Neurons
 from surgery.operations import carve
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
@@ -181,7 +182,7 @@ def _advance(
         return
     here = dataclasses.replace(layer, hidden=stream.hidden[:fitted])
     rows = observe(here, job.blocks, sample, source)
-    neurons = repair.Neurons.at(job.blocks, layer.index, layer.device)
+    neurons = Neurons.at(job.blocks, layer.index, layer.device)
     carved, found = carved_mlp.fit(neurons, rows, job.splits[layer.index], job.entry(layer.index))
     point.recall.append(found.get("recall", 1.0))
     point.mass_recall.append(found.get("mass_recall", 1.0))
@@ -205,7 +206,7 @@ class _StandIn(nn.Module):
     gives for that.
     """
 
-    def __init__(self, own: repair.Neurons, carved: carved_mlp.Carved) -> None:
+    def __init__(self, own: Neurons, carved: carved_mlp.Carved) -> None:
         super().__init__()
         self.own, self.carved = own, carved
         self.wanted = self.given = torch.empty(0)
@@ -219,7 +220,7 @@ class _StandIn(nn.Module):
 
 @contextmanager
 def _replaced(
-    layer: Layer, mlp: str, own: repair.Neurons, carved: carved_mlp.Carved
+    layer: Layer, mlp: str, own: Neurons, carved: carved_mlp.Carved
 ) -> Iterator[_StandIn]:
     before, stand_in = getattr(layer.module, mlp), _StandIn(own, carved)
     setattr(layer.module, mlp, stand_in)

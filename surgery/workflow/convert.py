@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,23 +17,18 @@ from surgery.report import card
 from surgery.storage import (
     Written,
     add,
-    check_place,
-    check_space,
-    check_target,
     finish,
-    is_finished,
     write,
 )
 from surgery.storage.lock import held
 from surgery.storage.processes import Group
-from surgery.storage.record import read_record
 from surgery.storage.scratch import remove
+from surgery.workflow.checks import check_request, check_run, scratch
 from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.recipe import dump, recipe_of
-from surgery.workflow.record import make_record
+from surgery.workflow.record import make_record, notes_of, read_record
 from surgery.workflow.settle import prepare, settle
-from surgery.workflow.trust import require_trust
-from surgery.workflow.verify import require_names, verify_folder
+from surgery.workflow.verify import verify_folder
 
 if TYPE_CHECKING:
     from surgery.proof.verification import Verification
@@ -88,6 +83,7 @@ def convert(
     max_shard_size: int | None = None,
     hardlink: bool = False,
     verify: bool = True,
+    allow_nonfinite: bool = False,
     finetune: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     command: str = "",
@@ -99,20 +95,19 @@ def convert(
     An interrupted run is taken up where it stopped; a finished one is only verified again. Every
     process of a `group` calls this; it returns None in all but the first.
 
-    1. Choices that need a walk are made, and the output is planned.
-    2. Everything that can be known to fail is checked, before the first byte.
+    1. Everything that can be known to fail is checked, before the first byte.
+    2. Choices that need a walk are made, and the output is planned and checked with them.
     3. Calibrations run in the first process; all of them write their share of the shards.
     4. The first process records the output and verifies it.
 
     Args:
+        allow_nonfinite: let a source pass whose logits are NaN or Inf, so that nothing is compared.
         finetune: options that the script in finetune/ is to have by itself.
 
     Raises SurgeryError before the first byte for anything that can be known then.
     """
     observer, group = observer or Silent(), group or Group()
-    require_trust(source, trust_remote_code)
-    check_place(out, source)
-    output = settle(output, scratch(out), observer, group)
+    check_request(source, out, trust_remote_code)
     run = _Run(
         source=source,
         output=output,
@@ -126,6 +121,8 @@ def convert(
         observer=observer,
         group=group,
     )
+    run = _settled(run)
+    output = run.output
     _require_same_plan(run)
     already: bool = group.first(partial(_is_there, run))
     if group.rank:
@@ -136,19 +133,32 @@ def convert(
         written = None if already else _finished(run, _write(run))
         remove(scratch(out))
         fresh = [n for n, digest in written.digests.items() if digest] if written else ()
-        found = verify_folder(source, out, trust_remote_code, observer, fresh) if verify else None
+        found = (
+            verify_folder(source, out, trust_remote_code, observer, fresh, allow_nonfinite)
+            if verify
+            else None
+        )
     return Result(
         folder=out,
         record=read_record(out),
         verification=found,
         resumed=written.resumed if written else 0,
         already=already,
-        notes=[n for step in output.steps for n in step.notes],
+        notes=notes_of(output),
         advice=[a for step in output.steps for a in step.advice],
         remedies=_remedies(output),
         custom_code=output.custom_code,
         has_zeros=any(r.makes_zeros for s in output.steps if (r := operations.known(s.operation))),
     )
+
+
+def _settled(run: _Run) -> _Run:
+    """Return the run with its pending choices made, after every check that needs none of them."""
+    if not any(step.pending for step in run.output.steps):
+        return run
+    run.group.first(partial(_is_there, run))
+    output = settle(run.output, scratch(run.out), run.observer, run.group)
+    return replace(run, output=output, plan=make_plan(output, run.max_shard_size))
 
 
 def _remedies(output: Checkpoint) -> list[str]:
@@ -165,11 +175,6 @@ def convert_alone(source: Checkpoint, output: Checkpoint, out: Path, **options: 
     return result
 
 
-def scratch(out: Path) -> Path:
-    """Return where calibrations keep their results until they are written: beside the output."""
-    return out.with_name(f"{out.name}.calibration")
-
-
 def _require_same_plan(run: _Run) -> None:
     """Raise SurgeryError where the processes would write different outputs."""
     for number, fingerprint in enumerate(run.group.gather(run.plan.fingerprint)):
@@ -182,19 +187,16 @@ def _require_same_plan(run: _Run) -> None:
 
 def _is_there(run: _Run) -> bool:
     """Return whether the output is finished already, after every check before the first byte."""
-    card.metadata_of(run.source)  # fetched now, so that the Hub is not needed after hours of work
-    check_target(run.plan, run.out, run.source)
-    if is_finished(run.plan, run.out):
-        if run.finetune and run.finetune != read_record(run.out).get("finetune"):
-            raise SurgeryError(
-                f"{run.out} is finished, and its fine-tune script has other options than these",
-                f"remove it (rm -r {run.out}) or give another folder with --out",
-            )
-        return True
-    if run.verify:
-        require_names(run.source, run.output)
-    check_space(run.plan, run.out, run.hardlink)  # also for what a calibration will download
-    return False
+    card.unread(run.source)  # fetched now, so that the Hub is not needed after hours of work
+    return check_run(
+        run.source,
+        run.output,
+        run.plan,
+        run.out,
+        verify=run.verify,
+        hardlink=run.hardlink,
+        finetune=run.finetune,
+    )
 
 
 def _write(run: _Run) -> Written:
@@ -224,6 +226,7 @@ def _finished(run: _Run, written: Written) -> Written:
     size = run.max_shard_size
     made = recipe_of(output, max_shard_size=size, finetune=finetune, folder=run.out)
     record = make_record(output, run.plan, written.digests, run.command, finetune, run.out)
+    record["notes"] += filter(None, [card.unread(run.source)])
     text = f"# surgery run {RECIPE} --out FOLDER\n{dump(made)}"
     add(run.out, {RECIPE: text.encode(), **training.files(record, output.config, run.out)})
     before = run.source if run.source.steps != output.steps else None

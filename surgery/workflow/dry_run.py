@@ -14,15 +14,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from surgery import finetune
+from surgery import finetune as training
 from surgery.analysis.weigh import weigh
 from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, Plan, make_plan
 from surgery.report import card
 from surgery.storage.downloads import bytes_on_disk, bytes_streamed, bytes_to_fetch, is_streamed
 from surgery.storage.writer import RECORD, sources
+from surgery.workflow.checks import check_request, check_run
 from surgery.workflow.convert import BASE_MEMORY, RECIPE
-from surgery.workflow.record import make_record
+from surgery.workflow.record import make_record, notes_of
 
 PROBE = 32 << 20  # bytes written to measure the disk
 USUAL_DISK = 5e8  # bytes a second, where the disk cannot be measured
@@ -38,16 +39,23 @@ def describe(
     *,
     max_shard_size: int | None = None,
     verify: bool = True,
+    hardlink: bool = False,
+    finetune: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Return what `--dry-run` shows.
+    """Return what `--dry-run` shows, after the checks that a run makes before its first byte.
 
     That is every file with its size, the bytes in all, what is downloaded, the peak memory, the
     free space, a rough time in seconds, and the notes.
+
+    Raises SurgeryError where the run would fail.
     """
+    check_request(source, out, trust_remote_code)
     plan = make_plan(output, max_shard_size)
+    check_run(source, output, plan, out, verify=verify, hardlink=hardlink, finetune=finetune)
     existing = next(p for p in (out, *out.resolve().parents) if p.exists())
     record = make_record(output, plan, {}, "")
-    written = [RECORD, RECIPE, card.NAME, *finetune.files(record, output.config)]
+    written = [RECORD, RECIPE, card.NAME, *training.files(record, output.config)]
     works = [step.work for step in output.steps if step.work]
     return {
         "out": str(out),
@@ -65,7 +73,7 @@ def describe(
         "time": _time(source, output, plan, existing, verify),
         "exact": output.exact,
         "fingerprint": plan.fingerprint,
-        "notes": [n for step in output.steps for n in (*step.notes, *step.advice)],
+        "notes": [*notes_of(output), *(a for step in output.steps for a in step.advice)],
     }
 
 

@@ -10,19 +10,20 @@ from __future__ import annotations
 import dataclasses
 import glob
 import hashlib
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.errors import SurgeryError
+from surgery.quoting import code, command
 from surgery.report import card
 from surgery.storage import finish
 from surgery.storage.hub import hub_errors
-from surgery.storage.record import read_record
+from surgery.storage.patience import patiently
 from surgery.storage.writer import MARKER
 from surgery.workflow.observer import Observer, Silent
+from surgery.workflow.record import read_record
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -159,7 +160,7 @@ def _plan(
 
 def _require_private(api: HfApi, repo: str, wanted: bool) -> None:
     """Raise SurgeryError where something private would go to a public repository."""
-    if wanted and not api.model_info(repo).private:
+    if wanted and not patiently(lambda: api.model_info(repo)).private:
         raise SurgeryError(
             f"{repo} is there and public", "make it private in its settings, or leave --private out"
         )
@@ -184,8 +185,8 @@ def require_verified(folder: Path) -> dict[str, Any]:
     verification = record.get("verification")
     if not (verification or {}).get("passed"):
         state = "has not passed its verification" if verification else "is not verified"
-        command = shlex.join(["surgery", "verify", record["source"]["location"], str(folder)])
-        raise SurgeryError(f"{folder} {state}", f"only what is proved is published: {command}")
+        check = command("surgery", "verify", record["source"]["location"], folder)
+        raise SurgeryError(f"{folder} {state}", f"only what is proved is published: {check}")
     for name, shard in record["shards"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != shard["bytes"]:
@@ -212,7 +213,7 @@ def _tree(api: HfApi, repo: str, revision: str) -> dict[str, str] | None:
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        found = list(api.list_repo_tree(repo, recursive=True, revision=revision))
+        found = patiently(lambda: list(api.list_repo_tree(repo, recursive=True, revision=revision)))
     except RevisionNotFoundError:
         return {}  # a repository without a commit
     except RepositoryNotFoundError as e:
@@ -279,18 +280,22 @@ def _through_pull_request(
     title = f"surgery {record['fingerprint'][:12]}"
     number = _open_pull_request(api, plan.repo, title)
     if number is None:
-        number = api.create_pull_request(plan.repo, title, description=f"`{record['command']}`").num
+        number = api.create_pull_request(plan.repo, title, description=code(record["command"])).num
     revision = f"refs/pr/{number}"
     there = _tree(api, plan.repo, revision) or {}
     with observer.stage("pushing", 0, "file") as progress:
         if _differ(folder, plan.files, record, there) or _stale(plan.files, there):
-            api.upload_folder(
-                repo_id=plan.repo,
-                folder_path=folder,
-                revision=revision,
-                commit_message=title,
-                allow_patterns=[glob.escape(n) for n in plan.files],
-                delete_patterns=[glob.escape(n) for n in _stale(plan.files, there)] or None,
+            stale = [glob.escape(n) for n in _stale(plan.files, there)] or None
+            # What was sent before is not sent again.
+            patiently(
+                lambda: api.upload_folder(
+                    repo_id=plan.repo,
+                    folder_path=folder,
+                    revision=revision,
+                    commit_message=title,
+                    allow_patterns=[glob.escape(n) for n in plan.files],
+                    delete_patterns=stale,
+                )
             )
         progress(len(plan.files))
     if wrong := _differ(folder, plan.files, record, _tree(api, plan.repo, revision) or {}):
@@ -300,7 +305,8 @@ def _through_pull_request(
             f"run `surgery verify`, then push again: pull request {number} of {plan.repo} is still "
             "open",
         )
-    if api.get_discussion_details(plan.repo, number).status == "draft":
+    pull = patiently(lambda: api.get_discussion_details(plan.repo, number))
+    if pull.status == "draft":
         api.change_discussion_status(plan.repo, number, "open")
     if not keep_open:
         api.merge_pull_request(plan.repo, number)
@@ -314,5 +320,5 @@ def _through_pull_request(
 
 def _open_pull_request(api: HfApi, repo: str, title: str) -> int | None:
     """Return the pull request that an interrupted push of the same output has left, if any."""
-    found = api.get_repo_discussions(repo, discussion_type="pull_request")
+    found = patiently(lambda: list(api.get_repo_discussions(repo, discussion_type="pull_request")))
     return next((d.num for d in found if d.title == title and d.status in ("draft", "open")), None)

@@ -26,9 +26,11 @@ from typing import Any
 from surgery import operations
 from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, schema
+from surgery.checkpoint.parsing import is_number
 from surgery.demo import DEMO, MODEL
 from surgery.errors import SurgeryError, UsageError
 from surgery.files import expanded
+from surgery.quoting import printable
 from surgery.storage import open_checkpoint
 from surgery.storage.record import seen_from
 from surgery.workflow import recipe_text
@@ -56,6 +58,7 @@ class Recipe:
     Args:
         source: a folder, a weight file, a Hub id, a URL, or "demo", the embedded model.
         revision: branch, tag or commit of a Hub id.
+        strip_prefix: what to strip from the names of the source's tensors, like "module.".
         calibration: of every operation that takes one and does not say otherwise.
         operations: what is done, in this order, in one pass over the disk.
         dtype: convert weights to bf16, fp16 or fp32 while writing.
@@ -68,6 +71,7 @@ class Recipe:
 
     source: str | None = None
     revision: str | None = None
+    strip_prefix: str | None = None
     calibration: dict[str, Any] = field(default_factory=dict)
     operations: tuple[dict[str, Any], ...]
     dtype: str | None = None
@@ -161,7 +165,7 @@ def _of_what(path: schema.Keys, data: Mapping[str, Any]) -> str:
 def _entry(entry: dict[str, Any]) -> dict[str, Any]:
     """Return an operation with its layers as numbers, also where the file has "0-7,12"."""
     text = entry.get("layers")
-    if isinstance(text, str) and text[:1].isdigit():
+    if isinstance(text, str) and is_number(text.lstrip()[:1]):
         return entry | {"layers": sorted(parse_layers(text) or ())}
     return entry
 
@@ -172,7 +176,9 @@ def parse_layers(text: str | None) -> set[int] | None:
         return None
     chosen: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", part)  # no model has more
+        match = re.fullmatch(
+            r"\s*([0-9]{1,4})(?:\s*-\s*([0-9]{1,4}))?\s*", part
+        )  # no model has more
         if not match or int(match[2] or match[1]) < int(match[1]):
             raise UsageError(f"{text!r} does not name layers", "write them like 0-7,12,20-23")
         chosen |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
@@ -238,7 +244,9 @@ def location(recipe: Recipe) -> str:
 
 def open_source(recipe: Recipe) -> Checkpoint:
     """Open the source."""
-    return open_checkpoint(location(recipe), revision=recipe.revision)
+    return open_checkpoint(
+        location(recipe), revision=recipe.revision, strip_prefix=recipe.strip_prefix
+    )
 
 
 def apply(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint:
@@ -286,6 +294,7 @@ def recipe_of(
     return Recipe(
         source=DEMO if demo else location,
         revision=source.revision,
+        strip_prefix=source.strip_prefix,
         operations=tuple(_with_paths(entry, place) for entry in entries),
         max_shard_size=max_shard_size,
         verify=verify,
@@ -333,4 +342,7 @@ def dump(recipe: Recipe) -> str:
     data = {f.name: value for f, value in values if value not in (None, {}, f.default)}
     if recipe.push:
         data["push"] = asdict(recipe.push)
-    return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))
+    form: dict[str, Any] = {"Dumper": Dumper, "sort_keys": False, "width": 120}
+    made = str(yaml.dump(data, allow_unicode=True, **form))
+    plain = made == printable(made, lines=True)
+    return made if plain else str(yaml.dump(data, allow_unicode=False, **form))

@@ -12,9 +12,12 @@ from typing import Any
 from surgery import __version__, operations
 from surgery.checkpoint import Checkpoint, Plan, Source, Step
 from surgery.demo import DEMO, MODEL
+from surgery.errors import SurgeryError
+from surgery.families import layers_beyond
 from surgery.files import expanded
+from surgery.storage import record as stored
 from surgery.storage.digest import Digest
-from surgery.storage.record import seen_from
+from surgery.storage.record import RECORD, seen_from
 
 PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub")
 
@@ -37,6 +40,17 @@ def default_out(checkpoint: Checkpoint, suffix: str) -> Path:
     return Path(f"{checkpoint.source.location.rsplit('/', 1)[-1]}-{suffix}")
 
 
+def notes_of(output: Checkpoint) -> list[str]:
+    """Return what the user should know: of the source, and of each step."""
+    notes = [*output.notes, *(note for step in output.steps for note in step.notes)]
+    if beyond := layers_beyond(output):
+        which = f"layer {beyond[0]}" if len(beyond) == 1 else f"layers {beyond[0]} to {beyond[-1]}"
+        notes.append(
+            f"{which}, beyond the number of layers in config.json: copied as in the source"
+        )
+    return notes
+
+
 def make_record(
     output: Checkpoint,
     plan: Plan,
@@ -56,10 +70,10 @@ def make_record(
     shards = {s.name: {"bytes": s.nbytes, **(digests.get(s.name) or unknown)} for s in plan.shards}
     record = {
         "name": default_out(output, suffix(output)).name,
-        "source": {"location": _place(source, folder), "revision": source.revision},
+        "source": _source(source, folder),
         "command": _without_paths(command),
         "recipe": [_step(s, folder) for s in output.steps],
-        "notes": [n for s in output.steps for n in s.notes],
+        "notes": notes_of(output),
         "exact": output.exact,
         "layers": sorted({i for s in output.steps for i in s.layers}),
         "calibration": [s.work.report for s in output.steps if s.work],
@@ -69,6 +83,26 @@ def make_record(
         "verification": None,
     }
     return record | ({"finetune": dict(finetune)} if finetune else {})
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return the record of an output, whose steps are those of known operations.
+
+    Raises SurgeryError where there is none, and where it is not the record of a conversion.
+    """
+    found = stored.read_record(folder)
+    for step in found["recipe"]:
+        try:
+            operations.check_step(step)
+        except SurgeryError as e:
+            raise SurgeryError(f"{folder / RECORD}: {e.message}", e.hint) from None
+    return found
+
+
+def _source(source: Source, folder: Path | None) -> dict[str, Any]:
+    """Return where the source is, and what was stripped from its names."""
+    prefix = {"strip_prefix": source.strip_prefix} if source.strip_prefix else {}
+    return {"location": _place(source, folder), "revision": source.revision, **prefix}
 
 
 def _place(source: Source, folder: Path | None) -> str:

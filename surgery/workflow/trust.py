@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 from surgery.blocks import custom_code
 from surgery.checkpoint import Checkpoint
+from surgery.checkpoint.parsing import Unreadable, read_json
 from surgery.errors import SurgeryError
 from surgery.files import JSON_LIMIT, content
 
@@ -28,8 +27,8 @@ def _is_ours(checkpoint: Checkpoint) -> bool:
     for file in checkpoint.files:
         if file.name.endswith("_config.json"):
             try:
-                found = json.loads(content(file.path(), JSON_LIMIT))
-            except ValueError:
+                found = read_json(content(file.path(), JSON_LIMIT), file.name, "")
+            except Unreadable:
                 return False
             configs += [found] if isinstance(found, dict) else []
     return bool(code) and custom_code.runs_only_ours(configs, code)

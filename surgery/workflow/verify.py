@@ -10,13 +10,14 @@ from surgery import operations
 from surgery.checkpoint import Checkpoint
 from surgery.checkpoint.row import Row
 from surgery.errors import SurgeryError
+from surgery.families.classes import without_head
 from surgery.operations.operation import Operation, Parameters
 from surgery.proof.integrity import damaged_shards, nonfinite, stray_weights
 from surgery.report import card
 from surgery.storage import finish, open_checkpoint
 from surgery.storage.digest import Digest
-from surgery.storage.record import read_record
 from surgery.workflow.observer import Observer, Silent
+from surgery.workflow.record import read_record
 from surgery.workflow.trust import require_trust
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def verify_folder(
     trust_remote_code: bool = False,
     observer: Observer | None = None,
     fresh: Iterable[str] = (),
+    allow_nonfinite: bool = False,
 ) -> Verification:
     """Verify the output in `folder` against its source; write the result into its surgery.json.
 
@@ -36,7 +38,8 @@ def verify_folder(
     2. Names and shapes, then parity or quality, then the operations' own checks.
     3. The record and the card are written.
 
-    `fresh` are shards that were hashed while this very run wrote them.
+    `fresh` are shards that were hashed while this very run wrote them. With `allow_nonfinite` a
+    source whose logits are NaN or Inf passes, although nothing can be compared with it.
     """
     observer = observer or Silent()
     record = read_record(folder)
@@ -50,7 +53,7 @@ def verify_folder(
         output = open_checkpoint(folder)
         require_trust(output, trust_remote_code)
         with observer.stage("verifying", 0, "layer") as progress:
-            verification = _verified(source, output, record, rows, progress)
+            verification = _verified(source, output, record, rows, allow_nonfinite, progress)
     for name, digest in digests.items():
         record["shards"][name] |= digest
     record["verification"] = verification.as_dict()
@@ -63,6 +66,7 @@ def _verified(
     output: Checkpoint,
     record: Mapping[str, Any],
     rows: list[Row],
+    allow_nonfinite: bool,
     progress: Any,
 ) -> Verification:
     from surgery.proof.verification import verify
@@ -76,6 +80,7 @@ def _verified(
         beside=_beside(source, output, steps),
         checks=[check for operation, p in steps for check in operation.checks(p)],
         first=rows,
+        allow_nonfinite=allow_nonfinite,
         progress=progress,
     )
 
@@ -97,19 +102,29 @@ def _beside(
     return operation.beside(source, output, parameters)
 
 
-def require_names(source: Checkpoint, output: Checkpoint) -> None:
-    """Check names and shapes against the model class, before the first byte.
+def require_verifiable(source: Checkpoint, output: Checkpoint) -> None:
+    """Check, before the first byte, that a verification could run: names, shapes and text.
 
-    Raises SurgeryError where the output could not load.
+    Raises SurgeryError where the output could not load, or the text not be read.
     """
+    from surgery.proof.verification import require_text
+
+    _require_names(source, output)
+    require_text(source, output)
+
+
+def _require_names(source: Checkpoint, output: Checkpoint) -> None:
     from surgery.calibration.stock import check_names
     from surgery.proof.verification import name_rows
 
-    for row in name_rows(check_names(source), check_names(output)):
+    before = check_names(source)
+    if error := without_head(source, before.missing):
+        raise error
+    for row in name_rows(before, check_names(output)):
         if not row.passed:
             raise SurgeryError(
                 f"{row.check}: {row.detail[0]} ({row.value} such)",
-                "the checkpoint does not fit its config.json: download it again, or repair that",
+                "config.json is of other weights: check its sizes and its architectures",
             )
 
 

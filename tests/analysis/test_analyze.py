@@ -17,6 +17,7 @@ import transformers
 from models import COMMON, LAYERS, load, sample_ids, save_config, save_model
 from safetensors.torch import load_file
 
+import surgery
 from surgery import demo
 from surgery.analysis.analyze import Analysis, MlpStatistics, analyze
 from surgery.analysis.devices import DEVICES
@@ -315,3 +316,51 @@ def test_report_has_a_row_for_every_layer(tmp_path: Path) -> None:
     rows = [line.split() for line in text.splitlines() if line[:1].isdigit() and " 48 " in line]
     assert [r[0] for r in rows] == ["0", "1", "2"]
     assert rows[1][2] == f"{found.mlps[1].product.zero:.1%}"
+
+
+LLAMA_4 = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "attention_chunk_size": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_llama_4_with_dense_layers_between_those_of_experts(step: int, tmp_path: Path) -> None:
+    """Its dense MLPs are wider and stand where other layers have experts: both are measured."""
+    config = transformers.Llama4TextConfig(**LLAMA_4, interleave_moe_layer_step=step)
+    torch.manual_seed(0)
+    transformers.Llama4ForCausalLM(config).float().save_pretrained(tmp_path)
+    found = surgery.analyze(
+        surgery.open(tmp_path), tokens=128, sequence_length=32, dtype="fp32", device="cpu"
+    )
+    routed = [layer.router is not None for layer in found.layers]
+    assert routed == [step == 1, True, step == 1, True]
+    widths = [layer.mlp.width for layer in found.layers if layer.mlp and not layer.router]
+    assert widths == ([] if step == 1 else [96, 96])
+    assert all(0 < layer.residual <= 1 for layer in found.layers)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_llama_4_is_relufied(step: int, tmp_path: Path) -> None:
+    """Where every layer has experts no MLP is left whose bytes could be compared."""
+    config = transformers.Llama4TextConfig(**LLAMA_4, interleave_moe_layer_step=step)
+    torch.manual_seed(0)
+    transformers.Llama4ForCausalLM(config).float().save_pretrained(tmp_path / "source")
+    source = surgery.open(tmp_path / "source")
+    folder = surgery.write(surgery.relufy(source, repair="none"), tmp_path / "out")
+    verification = surgery.verify(source, folder)
+    rows = {row.key: row for row in verification.rows}
+    assert verification.passed and rows["zeros.output"].value > 0.3
+    assert ("left.bytes" in rows) == (step == 2)
+    assert json.loads((folder / "config.json").read_text())["hidden_act"] == "relu"

@@ -42,7 +42,8 @@ def travelling(
 ) -> Path:
     """A llama with a sparse block in some layers."""
     config = json.loads((folder / "config.json").read_text()) | {"hidden_act": "silu"}
-    entry = block_config.sparse_entry(known()["llama"], layers, rule=rule, activation=activation)
+    options = block_config.Sparse(rule=rule, activation=activation)
+    entry = block_config.sparse_entry(known()["llama"], layers, options)
     config |= block_config.config_changes(config, [entry])
     tensors = load_file(folder / "model.safetensors")
     for i in layers:

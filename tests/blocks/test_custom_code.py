@@ -13,6 +13,7 @@ import transformers
 from models import MODELS, save_tokenizer
 
 from surgery.blocks import block_config, custom_code
+from surgery.blocks.block_config import Sparse
 from surgery.checkpoint.config import BLOCKS
 from surgery.errors import SurgeryError
 from surgery.families import known
@@ -99,7 +100,7 @@ def test_code_of_another_repository_is_not_ours() -> None:
 def test_a_second_operation_adds_to_the_first() -> None:
     family = known()["llama"]
     first, second = (
-        block_config.sparse_entry(family, layers, rule="cats", activation="silu")
+        block_config.sparse_entry(family, layers, Sparse(rule="cats", activation="silu"))
         for layers in ([0, 1], [2])
     )
     config = {"model_type": "llama", "hidden_size": 8}
@@ -146,7 +147,7 @@ def test_configs_that_our_code_has_no_place_for(config: dict[str, object], messa
 )
 def test_families_that_a_sparse_block_does_not_fit(name: str, rule: str, message: str) -> None:
     with pytest.raises(SurgeryError, match=message):
-        block_config.sparse_entry(known()[name], [0], rule=rule, activation="relu")
+        block_config.sparse_entry(known()[name], [0], Sparse(rule=rule, activation="relu"))
 
 
 def test_a_tokenizer_that_says_no_class_loads(tmp_path: Path) -> None:

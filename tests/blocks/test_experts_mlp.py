@@ -19,6 +19,7 @@ from models import MODELS, config_of
 from torch import Tensor, nn
 
 from surgery.blocks import block_config
+from surgery.blocks.block_config import Experts, Sparse
 from surgery.blocks.experts_mlp import ExpertsMLP
 from surgery.errors import SurgeryError
 from surgery.families import known
@@ -45,9 +46,9 @@ def mlp_of(name: str, neurons: int = EXPERTS * WIDTH + 5, **config: Any) -> Any:
 def block_of(
     name: str, mlp: nn.Module | None = None, *, top_k: int = 2, shared: int = 5, **spec: Any
 ) -> Any:
-    entry = block_config.experts_entry(
-        known()[name], [0], experts=EXPERTS, width=WIDTH, shared=shared, top_k=top_k, **spec
-    )
+    sparse = spec.pop("sparse", None)
+    options = Experts(experts=EXPERTS, width=WIDTH, shared_neurons=shared, top_k=top_k, **spec)
+    entry = block_config.experts_entry(known()[name], [0], options, sparse)
     block = ExpertsMLP(mlp or mlp_of(name), entry).eval()
     draw = torch.Generator().manual_seed(7)
     for p in block.router.parameters():
@@ -266,16 +267,19 @@ def test_the_compiler_sees_fixed_shapes() -> None:
 )
 def test_blocks_that_there_are_none_of(name: str, spec: dict[str, Any], message: str) -> None:
     with pytest.raises(SurgeryError, match=message):
-        block_config.experts_entry(
-            known()[name], [0], **{"experts": EXPERTS, "width": WIDTH, "top_k": 2, **spec}
-        )
+        options = Experts(**{"experts": EXPERTS, "width": WIDTH, "top_k": 2, **spec})
+        block_config.experts_entry(known()[name], [0], options)
 
 
 def test_no_other_block_stands_on_experts_or_under_them() -> None:
     """One that is built from the MLP's submodules would leave the router out without a word."""
     family = known()["llama"]
-    sparse = block_config.sparse_entry(family, [0, 1], rule="cats", activation="silu")
-    experts = block_config.experts_entry(family, [1, 2], experts=EXPERTS, width=WIDTH, top_k=2)
+    cats, few = (
+        Sparse(rule="cats", activation="silu"),
+        Experts(experts=EXPERTS, width=WIDTH, top_k=2),
+    )
+    sparse = block_config.sparse_entry(family, [0, 1], cats)
+    experts = block_config.experts_entry(family, [1, 2], few)
     for first, second in ((sparse, experts), (experts, sparse)):
         config = {"model_type": "llama"} | block_config.config_changes(
             {"model_type": "llama"}, [first]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from surgery.blocks import block_config, sparse_mlp
+from surgery.blocks import block_config, rules, sparse_mlp
+from surgery.blocks.block_config import Sparse
 from surgery.blocks.sparse_mlp import SparseMLP
 from surgery.families import known
 
@@ -54,9 +55,10 @@ def make(
     bias: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """With random weights, biases and thresholds, skipping."""
+    """Return a block that skips, with random weights, biases and thresholds."""
     torch.manual_seed(0)
-    entry = block_config.sparse_entry(known()[name], [0], rule=spec.split(",")[0], **SPECS[spec])
+    options = Sparse(rule=spec.split(",")[0], **SPECS[spec])
+    entry = block_config.sparse_entry(known()[name], [0], options)
     mlp = SparseMLP(Base(known()[name], bias), entry).eval()
     for tensor_name, t in mlp.state_dict().items():
         t.copy_(
@@ -68,6 +70,16 @@ def make(
 
 def token(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(1, 1, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def test_the_rules_as_data_are_those_that_are_computed() -> None:
+    """rules.py is planned with and sparse_mlp.py is saved: neither can import the other."""
+    computed = {
+        name: (("threshold", "threshold_up")[: rule.thresholds], rule.cuts_product)
+        for name, rule in sparse_mlp.RULES.items()
+    }
+    planned = {name: (r.thresholds, r.cuts == "product") for name, r in rules.RULES.items()}
+    assert computed == planned
 
 
 @torch.no_grad()
@@ -161,7 +173,7 @@ def test_what_is_at_the_threshold_is_kept(rule: str, activation: str) -> None:
     """up is 2 everywhere and the gates are 0, 1, 2, …: h is gate · up."""
     mlp = SparseMLP(
         Base(known()["llama"], True),
-        block_config.sparse_entry(known()["llama"], [0], rule=rule, activation=activation),
+        block_config.sparse_entry(known()["llama"], [0], Sparse(rule=rule, activation=activation)),
     )
     for linear, bias in ((mlp.gate_proj, torch.arange(WIDTH) * 1.0), (mlp.up_proj, 2.0)):
         linear.weight.zero_()

@@ -22,6 +22,7 @@ from support import found_by_transformers_4
 from travelling import CASES, added, family_of, hook, write
 
 from surgery.blocks import block_config, custom_code
+from surgery.blocks.block_config import Sparse
 from surgery.calibration import stock
 from surgery.calibration.walk import Walk
 from surgery.checkpoint.config import BLOCKS
@@ -210,7 +211,9 @@ def test_blocks_follow_one_another(
     )
     source, family = shop.source("llama"), family_of("llama")
     specs = [{"rule": "cats", "activation": "silu"}, {"rule": "plain", "activation": "relu"}]
-    entries = [block_config.sparse_entry(family, [i], **spec) for i, spec in enumerate(specs)]
+    entries = [
+        block_config.sparse_entry(family, [i], Sparse(**spec)) for i, spec in enumerate(specs)
+    ]
     tensors = added("llama", entries[0], source, range(1))
     out = tmp_path / "out"
     write(out, source, [*entries, block_config.entry(family, "negative", [0, 2])], tensors)

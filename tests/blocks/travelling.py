@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from surgery.blocks import block_config, custom_code
+from surgery.blocks.block_config import Sparse
 from surgery.checkpoint.compat import complete
 from surgery.families import known
 
@@ -142,7 +143,7 @@ class Workshop:
         if folder.exists():
             return folder
         source = self.source(name)
-        entry = block_config.sparse_entry(family_of(name), range(LAYERS), **spec)
+        entry = block_config.sparse_entry(family_of(name), range(LAYERS), Sparse(**spec))
         tensors = added(name, entry, source)
         write(folder, source, [entry], tensors)
         model = transformers.AutoModelForCausalLM.from_pretrained(

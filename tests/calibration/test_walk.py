@@ -328,3 +328,46 @@ def test_a_checkpoint_with_its_own_code(tmp_path: Path, monkeypatch: Any) -> Non
     checkpoint = open_checkpoint(folder)
     assert stock.check_names(checkpoint) == AGREE
     assert torch.equal(whole_logits(walked(checkpoint, ids)), 2 * logits)
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(32, 66), (36, 64), (34, 70)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_of_odd_sizes_are_eager(
+    hidden: int, width: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """torch's grouped_mm refuses rows that are no multiple of 16 bytes, whatever the dtype."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.MixtralConfig(
+        hidden_size=hidden,
+        intermediate_size=width,
+        head_dim=16,
+        vocab_size=64,
+        num_local_experts=4,
+        **sizes,
+    )
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config).to(dtype).eval()
+    model.save_pretrained(tmp_path)
+    model.config._experts_implementation = "eager"
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    walk = Walk(open_checkpoint(tmp_path), ids, dtype=dtype)
+    for layer in walk:
+        layer.run()
+    found = torch.cat([logits for _, logits in walk.logits()], dim=1)
+    with torch.no_grad():
+        expected = model(ids).logits
+    rounding = 1e-5 if dtype == torch.float32 else 0.02
+    assert (found - expected).abs().max() <= rounding * expected.abs().max()
+
+
+def test_experts_of_even_sizes_are_grouped(tmp_path: Path) -> None:
+    """The eager path computes the same, slowly: it is for the sizes that need it."""
+    from models import fake
+
+    from surgery.calibration.stock import meta_model
+    from surgery.operations.upcycle import upcycle
+
+    even = meta_model(upcycle(fake("llama", hidden=32, width=64)))
+    odd = meta_model(upcycle(fake("llama", hidden=32, width=66)))
+    assert odd.config._experts_implementation == "eager"
+    assert even.config._experts_implementation != "eager"

@@ -39,7 +39,9 @@ def doubled(
     promised = Work(identity, work, total=1)
     norm = source.tensors[NAME]
     tensors = {**source.tensors, NAME: promised.promise("norm", norm.dtype, norm.shape)}
-    step = Step(operation="double", parameters={}, exact=False, layers=(), work=promised)
+    step = Step(
+        operation="cast", parameters={"dtype": "doubled"}, exact=False, layers=(), work=promised
+    )
     return lambda: (source, source.replace(step=step, tensors=tensors))
 
 

@@ -209,30 +209,52 @@ def test_what_cannot_be_verified(call: Call, model: Path, tmp_path: Path) -> Non
     assert_two_lines(call("verify", model, model), "not valid JSON")
 
 
-@pytest.mark.parametrize(
-    "spare", ["model.layers.3.mtp.weight", "model.norm.weight"]
-)  # carried over; used
-def test_nan_in_the_source_is_a_warning_that_names_it(
-    call: Call, tmp_path: Path, spare: str
-) -> None:
-    """It was so before: the conversion is still what was asked, and the user should know where the
-    NaN comes from.
-    """
-    tensors = {
-        **llama_tensors(layers=3),
-        spare: torch.full(
-            llama_tensors()["model.norm.weight"].shape, float("nan"), dtype=torch.bfloat16
-        ),
-    }
-    model = write_llama(tmp_path / "model", layers=3, tensors=tensors)
+def poisoned(folder: Path, name: str) -> Path:
+    """Write a Llama of three layers whose tensor `name` is all NaN."""
+    shape = llama_tensors()["model.norm.weight"].shape
+    nan = {name: torch.full(shape, float("nan"), dtype=torch.bfloat16)}
+    return write_llama(folder, layers=3, tensors={**llama_tensors(layers=3), **nan})
+
+
+def test_nan_that_nothing_reads_is_a_warning_that_names_it(call: Call, tmp_path: Path) -> None:
+    """The logits are compared: the conversion is proved, and the user should know of the NaN."""
+    spare = "model.layers.3.mtp.weight"
+    model = poisoned(tmp_path / "model", spare)
     ran = call("upcycle", model, "--experts", "2", "--json")
     assert ran.code == 0, ran.err
-    (warning,) = [
-        r
-        for r in ran.json["verification"]["rows"]
-        if r["check"] == "warning: NaN or Inf in the source"
-    ]
+    rows = {row["key"]: row for row in ran.json["verification"]["rows"]}
+    warning = rows["nonfinite_values.source"]
     assert warning["value"] == 1 and warning["detail"] == [spare] and warning["passed"]
-    assert ran.json["verification"]["passed"] is True
+    assert ran.json["verification"]["passed"] is True and rows["logits.difference"]["passed"]
     shown = call("verify", model, f"{model}-mixtral-2x-top2")
     assert shown.code == 0 and "NaN" in shown.out and spare in shown.out
+
+
+@pytest.mark.parametrize("command", [("upcycle", "--experts", "2"), ("relufy", "--repair", "none")])
+def test_what_cannot_be_compared_has_not_passed(
+    command: tuple[str, ...], call: Call, tmp_path: Path
+) -> None:
+    """NaN in a weight that every token meets: nothing is proved, unless that is allowed."""
+    model, out = poisoned(tmp_path / "model", "model.norm.weight"), tmp_path / "out"
+    ran = call(*command, model, "--out", out)
+    assert ran.code == 1 and "does not pass" in ran.err
+    assert "Not compared: the source's logits are NaN or Inf" in ran.out
+    card = (out / "README.md").read_text()
+    assert "that was not checked" in card and "FAILED" in card
+    assert call("push", out, "me/it", "--dry-run").code == 1
+    assert call("verify", model, out).code == 1
+
+    allowed = call("verify", model, out, "--allow-nonfinite")
+    assert allowed.code == 0 and "Not compared" in allowed.out
+    card = (out / "README.md").read_text()
+    assert "that was not checked" in card and "Nothing was compared" in card
+    assert "It computes what its source does" not in card
+
+
+def test_a_layer_that_writes_nan_is_not_fitted(call: Call, tmp_path: Path) -> None:
+    bad = "model.layers.1.post_attention_layernorm.weight"
+    ran = call(
+        "relufy", poisoned(tmp_path / "model", bad), "--tokens", "600", "--out", tmp_path / "o"
+    )
+    assert_two_lines(ran, "decoder layer 1 of the source writes NaN or Inf")
+    assert bad in ran.err

@@ -22,7 +22,8 @@ from surgery.demo import MODEL
 from surgery.errors import UsageError
 from surgery.families import locate
 from surgery.fitting import memory_init, memory_neurons
-from surgery.fitting.repair import Neurons, Rows
+from surgery.fitting.neurons import Neurons
+from surgery.fitting.rows import Rows
 from surgery.operations.memory import memory
 from surgery.storage import open_checkpoint, write
 

@@ -22,8 +22,12 @@ from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, make_plan
 from surgery.demo import MODEL
 from surgery.errors import SurgeryError, UsageError
-from surgery.fitting import repair
-from surgery.fitting.repair import Neurons, Rows
+from surgery.fitting.allocation import allocate, cost
+from surgery.fitting.measures import error, sparsity
+from surgery.fitting.neurons import Neurons, turned
+from surgery.fitting.ridge import ridge, solve
+from surgery.fitting.rows import Rows
+from surgery.fitting.thresholds import thresholded
 from surgery.operations.relufy import relufy
 from surgery.proof import quality
 from surgery.storage import open_checkpoint, write
@@ -52,18 +56,18 @@ def neurons(rule: str = "plain", act: str = "relu") -> tuple[Neurons, Rows]:
 
 def test_ridge_is_weighted_least_squares() -> None:
     mlp, rows = neurons()
-    fitted = repair.ridge(mlp, rows, damping=1e-9, bias=True)
+    fitted = ridge(mlp, rows, damping=1e-9, bias=True)
     n, root = rows.fitted, rows.weight[: rows.fitted, None].sqrt().double()
     h = torch.cat([mlp.product(rows.z[:n]), torch.ones(n, 1)], dim=1).double()
     expected = torch.linalg.lstsq(h * root, rows.y[:n].double() * root).solution.T
     assert (fitted.down - expected[:, :-1]).abs().max() < 1e-3
     assert (fitted.correction - expected[:, -1]).abs().max() < 1e-3
-    assert repair.error(fitted, rows, n) < 0.8 * repair.error(mlp, rows, n)
+    assert error(fitted, rows, n) < 0.8 * error(mlp, rows, n)
 
 
 def test_a_full_bypass_is_least_squares_of_products_and_inputs() -> None:
     mlp, rows = neurons()
-    fitted = repair.ridge(mlp, rows, damping=1e-9, bias=True, rank=12)
+    fitted = ridge(mlp, rows, damping=1e-9, bias=True, rank=12)
     n, root = rows.fitted, rows.weight[: rows.fitted, None].sqrt().double()
     h = torch.cat([mlp.product(rows.z[:n]), torch.ones(n, 1), rows.z[:n]], dim=1).double()
     expected = torch.linalg.lstsq(h * root, rows.y[:n].double() * root).solution.T
@@ -81,30 +85,27 @@ def test_a_bypass_takes_the_directions_that_matter() -> None:
     z = rows.z * torch.tensor([100.0] + [1.0] * 11)
     lost = torch.randn(12, 2, generator=draw) @ torch.randn(2, 12, generator=draw)
     rows = Rows(z=z, y=mlp(z) + z @ lost.T)
-    errors = [
-        repair.error(repair.ridge(mlp, rows, damping=1e-9, rank=r), rows, rows.fitted)
-        for r in (0, 1, 2)
-    ]
+    errors = [error(ridge(mlp, rows, damping=1e-9, rank=r), rows, rows.fitted) for r in (0, 1, 2)]
     assert errors[0] > 100 * errors[1] > 10_000 * errors[2]
 
 
 def test_ridge_leaves_alone_what_misses_nothing() -> None:
     mlp, rows = neurons(act="silu")
-    assert (repair.ridge(mlp, rows, bias=True).down - mlp.down).abs().max() < 1e-4
+    assert (ridge(mlp, rows, bias=True).down - mlp.down).abs().max() < 1e-4
 
 
 def test_blocks_come_near_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp, rows = neurons()
-    whole = repair.error(repair.ridge(mlp, rows), rows)
-    monkeypatch.setattr(repair, "BLOCK", 10)
-    monkeypatch.setattr(repair, "SWEEPS", 12)
-    assert repair.error(repair.ridge(mlp, rows), rows) < 1.05 * whole
+    whole = error(ridge(mlp, rows), rows)
+    monkeypatch.setattr("surgery.fitting.ridge.BLOCK", 10)
+    monkeypatch.setattr("surgery.fitting.ridge.SWEEPS", 12)
+    assert error(ridge(mlp, rows), rows) < 1.05 * whole
 
 
 def test_a_dead_neuron_does_not_break_the_solution() -> None:
     mlp, rows = neurons()
     mlp = dataclasses.replace(mlp, gate_bias=torch.tensor([-1e9] + [0.0] * 23))
-    fitted = repair.ridge(mlp, rows)
+    fitted = ridge(mlp, rows)
     assert torch.equal(fitted.down[:, 0], mlp.down[:, 0]) and fitted.down.isfinite().all()
 
 
@@ -120,22 +121,22 @@ def test_the_output_of_first_tokens_is_kept() -> None:
         (rows, 0.01, 1.0),
         (dataclasses.replace(rows, first=kept), 0.0, 0.005),
     ):
-        fitted = repair.ridge(mlp, given)
-        assert low < repair.error(fitted, kept) < high
-        assert repair.error(fitted, rows, rows.fitted) < 0.85 * repair.error(mlp, rows, rows.fitted)
+        fitted = ridge(mlp, given)
+        assert low < error(fitted, kept) < high
+        assert error(fitted, rows, rows.fitted) < 0.85 * error(mlp, rows, rows.fitted)
 
 
 def test_what_fp32_cannot_solve_is_summed_in_fp64() -> None:
+    """In fp32 the Gram matrix is all fours, exactly singular whatever the order of the sums."""
     asked = []
 
     def sums(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         asked.append(dtype)
-        x = torch.tensor([[1.0, 1.0], [1.0, 1.0 + 3e-6]], dtype=torch.float64)
-        return (x.T @ x).to(dtype), (torch.tensor([[3.0, 2.0]], dtype=torch.float64) @ x.T @ x).to(
-            dtype
-        )
+        x = torch.tensor([[2.0, 2.0], [0.0, 1e-4]], dtype=torch.float64)
+        gram = x.T @ x
+        return gram.to(dtype), (torch.tensor([[3.0, 2.0]], dtype=torch.float64) @ gram).to(dtype)
 
-    solved = repair.solve(sums, damping=1e-16)
+    solved = solve(sums, damping=1e-16)
     assert asked == [torch.float32, torch.float64]
     assert (solved - torch.tensor([[3.0, 2.0]])).abs().max() < 1e-3
 
@@ -144,8 +145,8 @@ def test_what_fp32_cannot_solve_is_summed_in_fp64() -> None:
 @pytest.mark.parametrize("per_neuron", [False, True])
 def test_thresholds_give_the_sparsity(rule: str, per_neuron: bool) -> None:
     mlp, rows = neurons(rule, "silu" if rule in ("cats", "teal") else "relu")
-    found = repair.thresholded(mlp, rows, 0.8, per_neuron)
-    assert repair.sparsity(found, rows) == pytest.approx(0.8, abs=0.01)
+    found = thresholded(mlp, rows, 0.8, per_neuron)
+    assert sparsity(found, rows) == pytest.approx(0.8, abs=0.01)
     assert found.threshold.shape == ((24,) if per_neuron else (1,))
 
 
@@ -160,13 +161,11 @@ def test_neurons_turn_to_where_relu_of_up_keeps_their_energy() -> None:
     made = neurons("drelu")[0]
     mlp = dataclasses.replace(made, gate=made.gate.abs(), up=up, up_bias=sign)
     plain = dataclasses.replace(mlp, rule="fatrelu")
-    turned = repair.turned(mlp, Rows(z=z, y=plain(z)))
-    assert torch.equal(turned.up, up * sign[:, None]) and torch.equal(
-        turned.up_bias, torch.ones(24)
-    )
-    assert torch.allclose(turned(z), plain(z), rtol=1e-4, atol=1e-3) and not torch.allclose(
-        mlp(z), plain(z), atol=1.0
-    )
+    found = turned(mlp, Rows(z=z, y=plain(z)))
+    assert torch.equal(found.up, up * sign[:, None])
+    assert torch.equal(found.up_bias, torch.ones(24))
+    assert torch.allclose(found(z), plain(z), rtol=1e-4, atol=1e-3)
+    assert not torch.allclose(mlp(z), plain(z), atol=1.0)
 
 
 def test_greedy_allocation_takes_the_cheapest_step() -> None:
@@ -175,14 +174,14 @@ def test_greedy_allocation_takes_the_cheapest_step() -> None:
     """
     levels = (0.4, 0.6, 0.8, 0.9)
     costs = {0: [1.0, 3.0, 9.0, 20.0], 1: [1.0, 1.01, 1.02, 30.0]}
-    assert repair.allocate(costs, levels, 0.6) == pytest.approx({0: 0.4, 1: 0.8})
-    assert repair.allocate(costs, levels, 0.65) == pytest.approx({0: 0.5, 1: 0.8})
-    assert repair.allocate(costs, levels, 0.3) == pytest.approx({0: 0.3, 1: 0.3})
+    assert allocate(costs, levels, 0.6) == pytest.approx({0: 0.4, 1: 0.8})
+    assert allocate(costs, levels, 0.65) == pytest.approx({0: 0.5, 1: 0.8})
+    assert allocate(costs, levels, 0.3) == pytest.approx({0: 0.3, 1: 0.3})
 
 
 def test_a_higher_sparsity_costs_more() -> None:
     mlp, rows = neurons("shifted")
-    costs = repair.cost(mlp, "silu", rows, (0.6, 0.75, 0.9))
+    costs = cost(mlp, "silu", rows, (0.6, 0.75, 0.9))
     assert 0 < costs[0] < costs[1] < costs[2]
 
 
@@ -330,15 +329,14 @@ def test_an_interrupted_calibration_goes_on(
 ) -> None:
     source = checkpoint_of("llama", tmp_path / "source")
     fitted: list[int] = []
-    real = repair.ridge
 
-    def ridge(mlp: Neurons, rows: Rows, **options: Any) -> Neurons:
+    def interrupted(mlp: Neurons, rows: Rows, **options: Any) -> Neurons:
         fitted.append(1)
         if len(fitted) == 2:
             raise KeyboardInterrupt
-        return real(mlp, rows, **options)
+        return ridge(mlp, rows, **options)
 
-    monkeypatch.setattr(repair, "ridge", ridge)
+    monkeypatch.setattr("surgery.fitting.ridge.ridge", interrupted)
     outputs = [relufy(source, calibration=SMALL) for _ in range(3)]
     work = outputs[0].steps[-1].work
     with pytest.raises(KeyboardInterrupt):

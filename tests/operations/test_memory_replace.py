@@ -26,7 +26,8 @@ from surgery.demo import MODEL
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import known, locate
 from surgery.fitting import memory_fit, memory_init
-from surgery.fitting.repair import Neurons, Rows
+from surgery.fitting.neurons import Neurons
+from surgery.fitting.rows import Rows
 from surgery.operations.memory import memory
 from surgery.operations.relufy import relufy
 from surgery.proof import quality

@@ -13,8 +13,12 @@ from models import fake, save_model
 
 from surgery.checkpoint import Checkpoint, constant
 from surgery.errors import SurgeryError, UsageError
+from surgery.families.moe import MOE
+from surgery.operations.carve import carve
 from surgery.operations.cast import cast
+from surgery.operations.memory import memory
 from surgery.operations.relufy import relufy
+from surgery.operations.splinify import splinify
 from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint
 
@@ -105,12 +109,17 @@ def test_impossible_options_are_wrong_usage(options: dict[str, Any], seen: str) 
         ),
         (with_biases(LLAMA, "up_proj"), {}, "layer 0 has biases", "--target surgery"),
         (with_biases(LLAMA, "gate_proj"), {}, "layer 0 has biases", "--target surgery"),
-        (upcycle(LLAMA), {}, "mixtral is a mixture of experts already", "dense"),
-        (upcycle(fake("granite")), {}, "granitemoe is a mixture of experts already", "dense"),
+        (upcycle(LLAMA), {}, "this model is a mixture already: mixtral has experts", "dense"),
+        (
+            upcycle(fake("granite")),
+            {},
+            "this model is a mixture already: granitemoe has experts",
+            "dense",
+        ),
         (
             upcycle(fake("qwen3"), layers=[0]),
             {},
-            "qwen3_moe is a mixture of experts already",
+            "this model is a mixture already: qwen3_moe has experts",
             "dense",
         ),
     ],
@@ -273,3 +282,16 @@ def test_an_activation_that_no_field_decides() -> None:
 def test_an_unknown_dtype() -> None:
     error = refusal(lambda: cast(LLAMA, "bfloat8"))
     assert "'bfloat8'" in error.message and "bf16" in error.hint
+
+
+@pytest.mark.parametrize("operation", [upcycle, relufy, carve, memory, splinify])
+@pytest.mark.parametrize("family", sorted(MOE))
+def test_a_mixture_is_called_one(operation: Any, family: str) -> None:
+    """Never "download it again" for the MLPs that it does not have."""
+    experts = {f"model.layers.{i}.{MOE[family].experts}.weight": (4, 8, 8) for i in range(2)}
+    tensors = {n: constant(0.0, shape, "F32") for n, shape in experts.items()}
+    tensors["model.embed_tokens.weight"] = constant(0.0, (8, 8), "F32")
+    config = {"model_type": family, "num_hidden_layers": 2, "hidden_size": 8}
+    error = refusal(lambda: operation(LLAMA.replace(config=config, tensors=tensors)))
+    assert error.message.startswith("this model is a mixture already")
+    assert "dense model" in error.hint and "download" not in error.hint

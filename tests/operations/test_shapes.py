@@ -191,9 +191,9 @@ def test_copies_by_default() -> None:
 
 def test_a_width_that_grouped_kernels_refuse_is_said() -> None:
     notes = upcycle(fake("llama", width=48), granularity=4).steps[-1].notes
-    assert any("12 neurons" in n and "multiple of 8" in n for n in notes)
+    assert any("12 neurons" in n and "multiples of 8" in n for n in notes)
     assert not any(
-        "multiple of 8" in n
+        "multiples of 8" in n
         for n in upcycle(fake("llama", width=48), granularity=6).steps[-1].notes
     )
 

@@ -21,6 +21,7 @@ from support import Ran, assert_two_lines, environment, files_of, surgery, write
 
 from surgery.errors import SurgeryError
 from surgery.storage.hub import hub_errors
+from surgery.storage.patience import LONGEST, TRIES, patiently
 from surgery.storage.writer import SLACK
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -235,10 +236,79 @@ def test_a_hub_that_is_busy_for_a_moment_is_asked_again(
 def test_a_hub_that_is_busy_at_the_first_question(
     status: int, hub: FakeHub, tmp_path: Path
 ) -> None:
-    """huggingface_hub does not repeat the request for a listing, so a busy Hub is reported."""
-    hub.busy, hub.busy_at = [status], f"/api/models/{NAME}"
+    """huggingface_hub does not repeat the request for a listing, so that is done here."""
+    hub.busy, hub.busy_at = [status] * 2, f"/api/models/{NAME}"
+    assert on(hub, tmp_path, "inspect", NAME).code == 0 and hub.busy == []
+    hub.busy = [status] * 50
     ran = on(hub, tmp_path, "upcycle", NAME, "--no-verify", cwd=tmp_path)
     assert_two_lines(ran, f"the Hub answers with error {status} for {NAME}", "try again later")
+    assert len(hub.busy) == 50 - TRIES
+
+
+def answer_of(status: int, method: str = "GET", **headers: str) -> HfHubHTTPError:
+    """Return what huggingface_hub raises for an answer of this status."""
+    request = SimpleNamespace(method=method)
+    response = SimpleNamespace(status_code=status, headers=headers, request=request)
+    return HfHubHTTPError("no", response=response)
+
+
+class Busy:
+    """A call that fails with these exceptions before it returns."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+
+    def __call__(self) -> str:
+        if self.errors:
+            raise self.errors.pop(0)
+        return "done"
+
+
+def test_the_waits_grow_unless_the_hub_says_how_long() -> None:
+    waits: list[float] = []
+    call = Busy(*(answer_of(s) for s in (429, 500, 502, 503)))
+    assert patiently(call, waits.append) == "done" and waits == [1, 2, 4, 8]
+    waits.clear()
+    told = [{"Retry-After": text} for text in ("7", "3600", "Wed, 21 Oct 2026 07:28:00 GMT")]
+    assert patiently(Busy(*(answer_of(429, **t) for t in told)), waits.append) == "done"
+    assert waits == [7, LONGEST, 4]
+
+
+def test_a_hub_that_is_busy_for_good_is_not_asked_for_ever() -> None:
+    waits: list[float] = []
+    call = Busy(*(answer_of(503) for _ in range(50)))
+    with pytest.raises(HfHubHTTPError):
+        patiently(call, waits.append)
+    assert len(waits) == TRIES - 1 and len(call.errors) == 50 - TRIES
+
+
+@pytest.mark.parametrize(
+    "error", [answer_of(404), answer_of(403), answer_of(413), ValueError("no")]
+)
+def test_what_will_not_change_is_not_asked_again(error: Exception) -> None:
+    waits: list[float] = []
+    with pytest.raises(type(error)):
+        patiently(Busy(error), waits.append)
+    assert not waits
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "hint"),
+    [
+        (answer_of(401), "does not know the token that a/b was asked for with", "hf auth login"),
+        (answer_of(403), "this account may not read a/b", "accept its terms"),
+        (answer_of(404), "nothing at the address asked for a/b", "check the name"),
+        (answer_of(413, "PUT"), "a file for a/b is too large for the Hub", "--max-shard-size"),
+        (answer_of(401, "POST"), "may not write to a/b: there is no valid token", "may write"),
+        (answer_of(403, "POST"), "may not write to a/b: its token has no right", "role write"),
+        (answer_of(429), "answers with error 429 for a/b", "asked several times"),
+        (answer_of(503, "PUT"), "answers with error 503 for a/b", "asked several times"),
+    ],
+)
+def test_an_answer_says_what_is_missing(error: Exception, message: str, hint: str) -> None:
+    with pytest.raises(SurgeryError) as caught, hub_errors("a/b"):
+        raise error
+    assert message in caught.value.message and hint in caught.value.hint
 
 
 def test_a_hub_that_stays_busy_is_not_a_missing_cache() -> None:

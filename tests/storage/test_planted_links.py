@@ -187,8 +187,9 @@ def test_a_folder_of_the_users_is_not_taken_for_scratch(tmp_path: Path) -> None:
     own = tmp_path / "out.calibration"
     own.mkdir()
     (own / "thesis.txt").write_bytes(MINE)
-    ran = surgery(*CARVE, cwd=tmp_path)
-    assert_two_lines(ran, "out.calibration is in the way", "move it away")
+    for more in ((), ("--dry-run",)):
+        ran = surgery(*CARVE, *more, cwd=tmp_path)
+        assert_two_lines(ran, "out.calibration is in the way", "move it away")
     assert files_of(own) == {"thesis.txt": MINE} and not (tmp_path / "out").exists()
     relufy = ("relufy", "m", "--repair", "none", "--no-verify", "--out", "out")
     assert surgery(*relufy, cwd=tmp_path).code == 0  # This one needs no scratch folder.

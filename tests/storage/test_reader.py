@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-import shutil
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ BROKEN = {
     not_json: (INDEX, "not valid JSON"),
     empty_map: (INDEX, "weight_map"),
     truncated: ("model-00003-of-00003.safetensors", "download it again"),
-    pointer: ("model-00001-of-00003.safetensors", "download it again"),
+    pointer: ("model-00001-of-00003.safetensors", "git lfs pull"),
 }
 
 
@@ -204,14 +204,13 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
     assert trace.exists()
 
 
-LFS_POINTER = "version https://git-lfs.github.com/spec/v1\n"
 LEGACY = {
     "raw pickle": (lambda p: p.write_bytes(pickle.dumps({"a": 1})), "cannot be read"),
     "old format": (
         lambda p: torch.save({"a": torch.ones(1)}, p, _use_new_zipfile_serialization=False),
         "cannot be read",
     ),
-    "text": (lambda p: p.write_text(LFS_POINTER), "cannot be read"),
+    "text": (lambda p: p.write_text("no weights"), "cannot be read"),
     "empty": (lambda p: p.write_bytes(b""), "cannot be read"),
     "a training checkpoint": (
         lambda p: torch.save({"model": {"a": torch.ones(1)}, "step": 3}, p),
@@ -292,49 +291,11 @@ def test_side_files(tmp_path: Path) -> None:
     assert sorted(f.name for f in open_checkpoint(folder).files) == sorted(along)
 
 
-def gguf_only(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "model-Q4_K_M.gguf")
-
-
-def gguf_without_config(folder: Path) -> None:
-    gguf_only(folder)
-    (folder / "config.json").unlink()
-
-
-def original_only(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "consolidated.00.pth")
-
-
-def adapter_only(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
-
-
-def nothing(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
-def config_is_a_list(folder: Path) -> None:
-    (folder / "config.json").write_text("[]")
-
-
-NO_MODEL = {
-    gguf_only: "GGUF is an inference format",
-    gguf_without_config: "GGUF is an inference format",
-    original_only: "Hugging Face version",
-    adapter_only: "merge it into its base model",
-    nothing: "no config.json",
-    config_is_a_list: "not a JSON object",
-}
-
-
-@pytest.mark.parametrize("change", NO_MODEL, ids=lambda f: f.__name__)
-def test_what_is_no_checkpoint_says_what_to_give(change: Any, tmp_path: Path) -> None:
+def test_a_config_that_is_no_object(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "m")
-    change(folder)
-    with pytest.raises(SurgeryError) as caught:
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(SurgeryError, match="not a JSON object"):
         open_checkpoint(folder)
-    assert NO_MODEL[change] in f"{caught.value.message} {caught.value.hint}"
 
 
 def test_a_missing_folder_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
@@ -344,3 +305,46 @@ def test_a_missing_folder_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
             open_checkpoint(location)
     with pytest.raises(SurgeryError, match="no revision"):
         open_checkpoint(write_llama(tmp_path / "m"), revision="main")
+
+
+# --- what is ignored is said ----------------------------------------------------------------------
+
+
+def test_weights_that_are_not_read_are_noted(tmp_path: Path) -> None:
+    """Two models in a folder: which one was read must not be a guess."""
+    folder = write_llama(tmp_path / "m", shards=3)
+    assert open_checkpoint(folder).notes == ()
+    save_file({"a": torch.ones(1)}, folder / "model-00001-of-00002.safetensors")
+    save_file({"a": torch.ones(1)}, folder / "adapter_model.safetensors")
+    (note,) = open_checkpoint(folder).notes
+    assert "reads the 3 shards: model-00001-of-00002.safetensors" in note
+    save_file(TENSORS, folder / "model.safetensors")
+    (note,) = open_checkpoint(folder).notes
+    assert f"reads model.safetensors: {INDEX} and 4 more files" in note
+
+
+def test_a_key_twice(tmp_path: Path) -> None:
+    """JSON takes the last one: said of a config, refused in an index, which names places."""
+    folder = write_llama(tmp_path / "m", shards=3)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("{", '{"rope_theta": 5.0,', 1))
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.notes == ("config.json has rope_theta more than once: the last one counts",)
+    assert checkpoint.config["rope_theta"] == 10000.0
+    index = folder / INDEX
+    twice = '{"weight_map": {"model.norm.weight": "model-00001-of-00003.safetensors",'
+    index.write_text(re.sub(r'\{.*"weight_map": \{', twice, index.read_text(), count=1))
+    with pytest.raises(SurgeryError, match=r"has model\.norm\.weight more than once"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_weights_that_zero_3_left_empty(shards: int, tmp_path: Path) -> None:
+    """The names are all there, and the shapes are [0]."""
+    empty = {n: t if t.ndim == 1 else torch.empty(0, dtype=t.dtype) for n, t in TENSORS.items()}
+    folder = write_llama(tmp_path / "m", tensors=empty, shards=shards)
+    with pytest.raises(SurgeryError) as caught:
+        open_checkpoint(folder)
+    assert "has the shape [0] (16 such tensors)" in caught.value.message
+    assert "DeepSpeed ZeRO-3 without gathering" in caught.value.message
+    assert "stage3_gather_16bit_weights_on_model_save" in caught.value.hint

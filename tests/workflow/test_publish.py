@@ -242,7 +242,14 @@ def test_no_right_to_write(token: str, words: tuple[str, ...], hub: FakeHub, out
 
 
 @pytest.mark.parametrize(
-    ("path", "statuses"), [("/lfs/", [500]), ("/preupload/", [503]), ("/objects/batch", [429])]
+    ("path", "statuses"),
+    [
+        ("/lfs/", [500]),
+        ("/preupload/", [503]),
+        ("/objects/batch", [429]),
+        ("/commit/", [500, 502]),
+        ("/tree/", [429, 429]),
+    ],
 )
 def test_a_busy_hub_is_asked_again(path: str, statuses: list[int], hub: FakeHub, out: Path) -> None:
     hub.busy, hub.busy_at = statuses, path
@@ -250,10 +257,28 @@ def test_a_busy_hub_is_asked_again(path: str, statuses: list[int], hub: FakeHub,
     assert ran.code == 0 and hub.busy == [], ran
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        ("/preupload/", 403, (f"may not write to {REPO}: its token has no right to", "role write")),
+        ("/lfs/", 413, (f"a file for {REPO} is too large", "--max-shard-size")),
+    ],
+)
+def test_what_the_hub_refuses_to_take(
+    path: str, status: int, words: tuple[str, ...], hub: FakeHub, out: Path
+) -> None:
+    """It is not asked again, and says what is to be done."""
+    hub.busy, hub.busy_at = [status] * 50, path
+    assert_two_lines(push(hub, out), *words)
+    hub.busy = []
+
+
 def test_a_hub_that_gives_up_on_the_commit(hub: FakeHub, out: Path) -> None:
-    """What is not asked again is two lines, and main is not touched; the next run goes on."""
-    hub.busy, hub.busy_at = [500], "/commit/"
-    assert_two_lines(push(hub, out), f"the Hub answers with error 500 for {REPO}")
+    """After a few tries it is two lines, and main is not touched; the next run goes on."""
+    hub.busy, hub.busy_at = [500] * 50, "/commit/"
+    assert_two_lines(push(hub, out), f"the Hub answers with error 500 for {REPO}", "several times")
+    assert 0 < len(hub.busy) < 50
+    hub.busy = []
     assert set(main_of(hub)) == {".gitattributes"}
     assert push(hub, out).code == 0 and "config.json" in main_of(hub)
     assert len(hub.repositories[REPO].pulls) == 1

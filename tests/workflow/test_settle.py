@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import surgery
-from surgery.calibration import walk
 from surgery.calibration.walk import Walk
 from surgery.checkpoint import Checkpoint
 from surgery.demo import MODEL
@@ -41,7 +40,7 @@ def test_a_dry_run_walks_nothing(
     def walked(*_: Any, **__: Any) -> None:
         raise AssertionError("a dry run walked the model")
 
-    monkeypatch.setattr(walk, "Walk", walked)
+    monkeypatch.setattr(Walk, "__init__", walked)
     for output in (surgery.memory(source, **AUTO), surgery.carve(source, **GREEDY)):
         plan = dry_run.describe(source, output, tmp_path / "out")
         assert plan["bytes"] > 0 and not list(tmp_path.iterdir())

@@ -1,0 +1,46 @@
+"""Measure an MLP on rows: what it misses of their targets, and how many of its products are zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from surgery.fitting.neurons import N, Neurons
+from surgery.fitting.rows import Rows
+
+
+def error(neurons: Neurons, rows: Rows, start: int = 0, stop: int | None = None) -> float:
+    """Return ‖Y − Ŷ‖² / ‖Y‖² over rows [start, stop), weighted."""
+    missed = total = 0.0
+    for z, y, weight in rows.parts(start, stop):
+        w = 1.0 if weight is None else weight[:, None]
+        missed += (w * (y - neurons(z)).square()).sum(dtype=torch.float64).item()
+        total += (w * y.square()).sum(dtype=torch.float64).item()
+    return missed / max(total, 1e-300)
+
+
+def better(before: N, after: N, rows: Rows) -> tuple[N, dict[str, float]]:
+    """Return whichever misses less of the rows that were not fitted on, and both errors.
+
+    So a fit that is worse on new rows is dropped. "error" is the error of `before`, "repaired" that
+    of what is returned.
+    """
+    errors = [error(n, rows, rows.fitted) for n in (before, after)]
+    kept = after if errors[1] <= errors[0] else before
+    return kept, {"error": errors[0], "repaired": min(errors)}
+
+
+def sparsity(neurons: Neurons, rows: Rows, stop: int | None = None) -> float:
+    """Return the fraction of exact zeros among the products of rows [0, stop)."""
+    zeros = total = 0
+    for z, _, _ in rows.parts(0, stop):
+        h = neurons.product(z)
+        zeros += h.numel() - int(h.count_nonzero())
+        total += h.numel()
+    return zeros / total
+
+
+def figures(**values: float) -> dict[str, Any]:
+    """Round the figures of a layer to four digits, for the report."""
+    return {name: float(f"{value:.4g}") for name, value in values.items()}

@@ -1,0 +1,136 @@
+"""Refit `down_proj` in closed form, so that a changed MLP computes again what the original did.
+
+With H the new products, T the targets (rows.py), R = T − H Wᵀ what the products miss of them, and
+Ω the weights of the rows:
+
+    W' = W + Rᵀ Ω H (Hᵀ Ω H + λ·mean(diag(Hᵀ Ω H))·I)⁻¹
+
+so that λ → ∞ leaves W as it was. With a bypass, the inputs z stand beside H, and a linear map of
+them is fitted in the same solve: much of what an activation with exact zeros takes away is linear
+in z. Where the bypass has a rank, the directions of z that the full map uses most are kept (the
+leading right singular vectors of A E[z zᵀ]^½), and the map of those is fitted again.
+
+Shapes: N rows, H hidden_size, F intermediate_size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from surgery.fitting.neurons import N, Neurons
+from surgery.fitting.rows import Rows
+from surgery.fitting.sizes import BLOCK
+
+DAMPING = 1e-3  # λ
+WHITE_ROWS, WHITE_DAMPING = 16_384, 1e-2  # of the second moment of the inputs
+SWEEPS = 3  # over the blocks of neurons, where there are several
+
+
+def ridge(
+    neurons: N, rows: Rows, *, damping: float = DAMPING, bias: bool = False, rank: int = 0
+) -> N:
+    """Return `neurons` with `down` refitted on the rows.
+
+    With `bias` a correction of the output is fitted too, and with `rank` a bypass of that rank.
+    Where one Gram matrix of all neurons would be too large, one block of neurons after another is
+    fitted, each to what the others leave.
+    """
+    width = neurons.down.shape[1]
+    blocks = [slice(i, min(i + BLOCK, width)) for i in range(0, width, BLOCK)]
+    hidden = len(neurons.down)
+    refitted = dataclasses.replace(neurons, down=neurons.down.clone())
+    if rank < hidden and rank and neurons.bypass_in is None:
+        full = ridge(neurons, rows, damping=damping, bias=bias, rank=hidden)
+        assert full.bypass_out is not None
+        refitted.bypass_in = leading(full.bypass_out, rows, rank)
+    if rank and refitted.bypass_out is None:
+        refitted.bypass_out = refitted.down.new_zeros(hidden, rank)
+    if bias and refitted.correction is None:
+        refitted.correction = refitted.down.new_zeros(hidden)
+    for _ in range(SWEEPS if len(blocks) > 1 else 1):
+        for block in blocks:
+            _refit(refitted, rows, block, damping, bias)
+    return refitted
+
+
+def _refit(neurons: Neurons, rows: Rows, block: slice, damping: float, bias: bool) -> None:
+    """Solve for the columns `block` of `down`, the bias and the bypass, in place."""
+    columns, hidden = block.stop - block.start, len(neurons.down)
+    rank = 0 if neurons.bypass_out is None else neurons.bypass_out.shape[1]
+    sizes = (columns + bias, rank)
+
+    def sums(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        gram = neurons.down.new_zeros(sum(sizes), sum(sizes), dtype=dtype)
+        cross = neurons.down.new_zeros(hidden, sum(sizes), dtype=dtype)
+        for z, y, weight in rows.fitting():
+            h = neurons.product(z)
+            missed = y - neurons.output(h, z)
+            extra = ([h.new_ones(len(h), 1)] if bias else []) + (
+                [neurons.bypassed(z)] if rank else []
+            )
+            x = torch.cat([h[:, block], *extra], dim=1).to(dtype)
+            weighted = x if weight is None else x * weight[:, None]
+            gram.addmm_(weighted.T, x)
+            cross.addmm_(missed.to(dtype).T, weighted)
+        return gram, cross
+
+    step = solve(sums, damping, sizes)
+    neurons.down[:, block] += step[:, :columns]
+    if bias:
+        assert neurons.correction is not None
+        neurons.correction = neurons.correction + step[:, columns]
+    if rank:
+        assert neurons.bypass_out is not None
+        neurons.bypass_out = neurons.bypass_out + step[:, -rank:]
+
+
+def leading(bypass: Tensor, rows: Rows, rank: int) -> Tensor:
+    """Return the directions [rank, H] of the inputs that a full bypass [H, H] uses most.
+
+    How much it uses one depends on how far the rows vary along it.
+    """
+    white, coloured = whitening(rows)
+    directions: Tensor = torch.linalg.svd(bypass @ coloured).Vh[:rank] @ white
+    return directions
+
+
+def whitening(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Return C^(-1/2) and C^(1/2) [H, H] of C = E[z zᵀ], damped."""
+    z = rows.z[: rows.fitted : max(1, rows.fitted // WHITE_ROWS)].float()
+    c = z.T @ z / len(z)
+    c.diagonal().add_(WHITE_DAMPING * c.diagonal().mean())
+    values, vectors = torch.linalg.eigh(c)
+    return (vectors * values.rsqrt()) @ vectors.T, (vectors * values.sqrt()) @ vectors.T
+
+
+def solve(
+    sums: Callable[[torch.dtype], tuple[Tensor, Tensor]], damping: float, sizes: Sequence[int] = ()
+) -> Tensor:
+    """Solve for cross · (gram + damping·mean(diag(gram))·I)⁻¹ by Cholesky.
+
+    `sums` adds up (gram, cross) in the dtype that it is given: fp32, and fp64 where that is not
+    positive definite. Both are overwritten, because at 11,008 neurons a Gram matrix has 485 MB.
+    `sizes` are those of groups of columns: the mean of the diagonal is taken over each group by
+    itself, as their scales may have nothing to do with each other. A neuron that never fired has a
+    zero row, and damping keeps its column as it was.
+    """
+    for dtype in (torch.float32, torch.float64):
+        gram, x = sums(dtype)
+        groups = gram.diagonal().split(list(sizes) or [len(gram)])
+        gram.diagonal().add_(
+            torch.cat(
+                [damping * g.mean().clamp_min(1e-30).expand(len(g)) for g in groups if len(g)]
+            )
+        )
+        failed = torch.empty((), dtype=torch.int32, device=gram.device)
+        # The transpose has LAPACK's order of columns, so that the factor replaces it in place.
+        factor, _ = torch.linalg.cholesky_ex(gram.mT, out=(gram.mT, failed))
+        if not failed:
+            x = torch.linalg.solve_triangular(factor.mT, x, upper=True, left=False)
+            x = torch.linalg.solve_triangular(factor, x, upper=False, left=False)
+            return x.float()
+    raise AssertionError("a Gram matrix with damping is positive definite")
