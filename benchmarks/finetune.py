@@ -28,7 +28,7 @@ from surgery.operations.memory import memory
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint
-from surgery.workflow.convert import convert
+from surgery.workflow.convert import convert_alone
 
 Operation = Callable[[Checkpoint], Checkpoint]
 RUNS: dict[
@@ -79,7 +79,7 @@ def train(name: str, source: str, work: Path, steps: int | None) -> list[dict[st
     model, out = work / name, work / f"{name}-{steps}"
     if not (model / "surgery.json").exists():
         opened = open_checkpoint(source)
-        convert(opened, operation(opened), model, verify=False)
+        convert_alone(opened, operation(opened), model, verify=False)
     if not (out / "surgery.json").exists():
         settings = [
             f"--{key}={value}"

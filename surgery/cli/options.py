@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from surgery.storage.processes import Group
     from surgery.workflow.convert import Result
     from surgery.workflow.publish import Pushed
+    from surgery.workflow.request import Request
 
 F = TypeVar("F", bound=Callable[..., Any])
 Decorator = Callable[[Any], Any]
@@ -299,16 +300,7 @@ def _show_plan(
     out, size = _folder(common, source, output), common.shard_bytes
     if common.url and not any(step.pending for step in output.steps):
         is_delivered(output, size, common.url)  # raises where the URL holds something else
-    planned = dry_run.describe(
-        source,
-        output,
-        out,
-        max_shard_size=size,
-        verify=not common.no_verify,
-        hardlink=hardlink,
-        finetune=common.finetune,
-        trust_remote_code=common.trust_remote_code,
-    )
+    planned = dry_run.describe(source, output, _request(common, out, hardlink))
     if common.url:
         planned |= {"out": common.url, "staged": str(out)}
     if common.as_json:
@@ -325,6 +317,21 @@ def _folder(common: CommonOptions, source: Checkpoint, output: Checkpoint) -> Pa
     if common.url:
         return Path(f"{common.url.rstrip('/').rpartition('/')[2]}.staged")
     return Path(common.out) if common.out else default_out(source, suffix(output))
+
+
+def _request(common: CommonOptions, out: Path, hardlink: bool) -> Request:
+    from surgery.workflow.request import Request
+
+    return Request(
+        out=out,
+        max_shard_size=common.shard_bytes,
+        hardlink=hardlink,
+        verify=not common.no_verify,
+        allow_nonfinite=common.allow_nonfinite,
+        finetune=common.finetune or {},
+        trust_remote_code=common.trust_remote_code,
+        command=command_line(),
+    )
 
 
 def _convert(
@@ -345,20 +352,8 @@ def _convert(
             else:
                 screen.show(f"{common.url} has all of it already")
             return 0
-    result = convert(
-        source,
-        output,
-        out,
-        max_shard_size=common.shard_bytes,
-        hardlink=hardlink,
-        verify=not common.no_verify,
-        allow_nonfinite=common.allow_nonfinite,
-        finetune=common.finetune,
-        trust_remote_code=common.trust_remote_code,
-        command=command_line(),
-        observer=observer,
-        group=group,
-    )
+    asked = _request(common, out, hardlink)
+    result = convert(source, output, asked, observer=observer, group=group)
     # Only the first of several processes has a result.
     return 0 if result is None else _deliver(common, result, observer)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from surgery.checkpoint import Checkpoint, Progress
 from surgery.checkpoint.row import Row
 
+TOKENS = 2048  # of each text
 SHORT = {
     torch.float64: "fp64",
     torch.float32: "fp32",
@@ -39,7 +40,7 @@ class Comparison:
     exact: bool
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
-    tokens: int = 2048
+    tokens: int = TOKENS
     allow_nonfinite: bool = False
     progress: Progress = lambda n: None
 

@@ -45,6 +45,21 @@ PATIENCE = 90.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """How bytes get into an output.
+
+    Args:
+        hardlink: whether a shard that equals a source file is linked to it instead of copied, where
+            both are on the same file system.
+        hashed: whether to compute each shard's digest while it is written. Linked shards and those
+            that were finished before are not read for it.
+    """
+
+    hardlink: bool = False
+    hashed: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
     """What `write` has done.
 
@@ -64,8 +79,7 @@ def write(
     out: Path,
     *,
     source: Checkpoint,
-    hardlink: bool = False,
-    hashed: bool = True,
+    transfer: Transfer | None = None,
     progress: Progress = lambda n: None,
     group: Group | None = None,
 ) -> Written:
@@ -75,10 +89,7 @@ def write(
         plan: what to write.
         out: the folder.
         source: the checkpoint that was converted; its folder is never written to.
-        hardlink: whether a shard that equals a source file is linked to it instead of copied, where
-            both are on the same file system.
-        hashed: whether to compute each shard's digest while it is written. Linked shards and those
-            that were finished before are not read for it.
+        transfer: whether shards are linked and hashed; by default they are copied and hashed.
         progress: told the bytes as they are written.
         group: the processes that share the work. On rank 0 `write` returns when everything is
             there, on the other ranks when their own shards are.
@@ -86,9 +97,9 @@ def write(
     Raises SurgeryError, before the first byte, for a folder that holds something else and for a
     disk that is too small; and later where a file cannot be read or written.
     """
-    group = group or Group()
+    group, transfer = group or Group(), transfer or Transfer()
     if not group.rank:
-        _begin(plan, out, source, hardlink)
+        _begin(plan, out, source, transfer.hardlink)
     done = group.broadcast([s.name for s in plan.shards if _has(out / s.name, s.nbytes)])
     if not _appears(out / MARKER, None, group):
         raise SurgeryError(
@@ -100,7 +111,7 @@ def write(
     todo = [s for s in plan.shards if s.name not in done]
     progress = group.counting(progress)
     mine = [todo[i] for i in divide([s.nbytes for s in todo], group)]
-    own = {s.name: _write_shard(s, out, hardlink, hashed, progress) for s in mine}
+    own = {s.name: _write_shard(s, out, transfer, progress) for s in mine}
     digests: dict[str, Digest | None] = {}
     for part in group.gather(own):
         digests |= part
@@ -322,9 +333,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _write_shard(
-    shard: Shard, out: Path, hardlink: bool, hashed: bool, progress: Progress
-) -> Digest | None:
+def _write_shard(shard: Shard, out: Path, transfer: Transfer, progress: Progress) -> Digest | None:
     """Write one shard under a temporary name, sync it, rename it, and return its digest.
 
     The digest is None where it was not asked for, and for a link.
@@ -332,10 +341,10 @@ def _write_shard(
     partial, digest = _partial(out / shard.name), None
     with _told(out / shard.name):
         partial.unlink(missing_ok=True)
-        if hardlink and shard.verbatim and _link(shard.verbatim, partial):
+        if transfer.hardlink and shard.verbatim and _link(shard.verbatim, partial):
             progress(shard.nbytes)
         else:
-            digest = stream(shard, partial, hashed, progress)
+            digest = stream(shard, partial, transfer.hashed, progress)
         partial.replace(out / shard.name)
     return digest
 
