@@ -88,17 +88,11 @@ class Mixture:
     entry: Mapping[str, Any] | None = None
 
 
-def router_rows(
-    begin: Beginning, name: str, index: int, s: Shape, hidden: int, dtype: str, work: Work | None
-) -> LazyTensor:
-    """[E, H] of layer `index`: the parts of a copy, which follow one another, have equal rows."""
-    if work is not None:
-        rows = work.promise(str(index), "F32", (s.copies, hidden)).cast(dtype)
-    elif begin.kind == "zero":
-        rows = constant(0.0, (s.copies, hidden), dtype)
-    else:
-        rows = normal(name, begin.seed, begin.std, (s.copies, hidden), dtype)
-    return each_row(rows, s.shards)
+def drawn_rows(begin: Beginning, name: str, shape: tuple[int, int], dtype: str) -> LazyTensor:
+    """Return the rows [N, H] of a router that reads no text: zeros, or random by its name."""
+    if begin.kind == "zero":
+        return constant(0.0, shape, dtype)
+    return normal(name, begin.seed, begin.std, shape, dtype)
 
 
 def each_row(rows: LazyTensor, times: int) -> LazyTensor:

@@ -450,12 +450,13 @@ def _run(job: Job, work: Work, progress: Progress) -> None:
             _fit(job, index, None, "cpu", work)
             progress(1)
         return
-    from surgery.calibration.install import fit_layers
+    from surgery.calibration.install import fit_layers, read_text
 
     def fit(fitting: Fitting) -> None:
         _fit(job, fitting.index, fitting.rows, fitting.layer.device, work)
 
-    fit_layers(job.blocks, job.calibration, job.layers, work, progress, fit=fit)
+    reading = read_text(job.blocks, job.calibration, work)
+    fit_layers(reading, job.layers, work, progress, fit)
 
 
 def _fit(job: Job, index: int, rows: Rows | None, device: str, work: Work) -> None:

@@ -564,12 +564,13 @@ def _work(job: _Job) -> Work:
 
 def _calibrate(job: _Job, work: Work, progress: Progress) -> None:
     """Walk as far as the last of the layers, fitting each on what those before it give."""
-    from surgery.calibration.install import fit_layers
+    from surgery.calibration.install import fit_layers, read_text
 
     def fit(fitting: Fitting) -> None:
         _fit(job, fitting, work)
 
-    fit_layers(job.blocks, job.options.calibration, job.layers, work, progress, fit=fit)
+    reading = read_text(job.blocks, job.options.calibration, work)
+    fit_layers(reading, job.layers, work, progress, fit)
 
 
 def _fit(job: _Job, fitting: Fitting, work: Work) -> None:

@@ -410,22 +410,13 @@ def _work(job: _Job) -> Work:
 
 def _calibrate(job: _Job, work: Work, progress: Progress) -> None:
     """Walk the model, converting each layer on what the converted ones before it give."""
-    from surgery.calibration.install import fit_layers
+    from surgery.calibration.install import fit_layers, read_text
 
-    def first(sample: Sample) -> None:
-        greedy = job.options.allocation == "greedy" and job.options.wanted is not None
-        if greedy and "allocation" not in work.report:
-            work.note("allocation", _allocate(job, sample))
-
-    fit_layers(
-        job.blocks,
-        job.options.calibration,
-        job.layers,
-        work,
-        progress,
-        fit=lambda fitting: _fit(job, fitting, work),
-        first=first,
-    )
+    reading = read_text(job.blocks, job.options.calibration, work)
+    greedy = job.options.allocation == "greedy" and job.options.wanted is not None
+    if greedy and "allocation" not in work.report:
+        work.note("allocation", _allocate(job, reading.sample))
+    fit_layers(reading, job.layers, work, progress, lambda fitting: _fit(job, fitting, work))
 
 
 def _allocate(job: _Job, sample: Sample) -> dict[str, float]:
