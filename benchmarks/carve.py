@@ -1,10 +1,13 @@
-"""What carved models are worth against the part of their neurons that is active: beside a random
-split and the oracle.
+"""Measure what carved models are worth by the part of their neurons that is active.
 
-  python benchmarks/carve.py MODEL                                      # 25, 50 and 75% of 16 parts, every method's default
-  python benchmarks/carve.py MODEL --active 75 --methods mass cmoe:analytic:3 kmeans:centroids
-  random python benchmarks/carve.py MODEL --relufy relu:ridge:full --experts 64 --active 30
-  python benchmarks/carve.py MODEL --held 2,15,29 --experts 64          # of these layers, what single neurons would hold
+A random split and the oracle stand beside them.
+
+  # 25, 50 and 75% of 16 parts, every method's default:
+  python benchmarks/carve.py MODEL
+  python benchmarks/carve.py MODEL --active 75 --methods mass cmoe:analytic:3 kmeans random
+  python benchmarks/carve.py MODEL --relufy relu:ridge:full --experts 64 --active 30
+  # what single neurons of these layers would hold:
+  python benchmarks/carve.py MODEL --held 2,15,29 --experts 64
 
 METHOD[:ROUTER[:SHARED]] is carved with its router and with the oracle, on built-in mixed text, and
 measured on held-out speeches, fp32. With --relufy ACTIVATION[-SPARSITY]:REPAIR[:BYPASS] the model

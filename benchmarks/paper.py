@@ -1,8 +1,9 @@
-"""What operations on a model that nobody has at hand would write and need: their --dry-run, on a
-checkpoint of headers alone.
+"""Show what operations on models that nobody has at hand would write and need.
 
-  python benchmarks/paper.py tests/configs/llama-2-70b.json tests/configs/llama-3.1-405b.json --work
-  DIR
+It is their --dry-run, on a checkpoint of headers alone.
+
+  cd tests/configs
+  python ../../benchmarks/paper.py llama-2-70b.json llama-3.1-405b.json --work DIR
 
 The shards have the names, shapes and sizes of the real ones, and holes in the place of weights (a
 sparse file takes no room on the disk). Peak memory is --dry-run's bound, interpreter and torch
@@ -78,7 +79,8 @@ def main() -> None:
                 continue
             plan = json.loads(run.stdout)
             print(
-                f"{shown} | {plan['parameters'] / 1e9:,.1f} B | {plan['bytes'] / 1e9:,.0f} GB, {len(plan['shards'])} shards "
+                f"{shown} | {plan['parameters'] / 1e9:,.1f} B | {plan['bytes'] / 1e9:,.0f} GB, "
+                f"{len(plan['shards'])} shards "
                 f"| {plan['peak_memory'] / 1e9:.2f} GB | {took:.1f} s |",
                 flush=True,
             )

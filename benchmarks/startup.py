@@ -1,6 +1,6 @@
-"""Seconds that `surgery --help` and `import surgery` take as whole processes, medians.
+"""Time `surgery --help` and `import surgery` as whole processes, in seconds; medians.
 
-python benchmarks/startup.py
+  python benchmarks/startup.py
 """
 
 from __future__ import annotations

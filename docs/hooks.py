@@ -1,6 +1,7 @@
 """What the documentation site takes from elsewhere: mkdocs calls these functions as it builds.
 
-1. README.md is the home page and CONTRIBUTING.md a page; links between them and docs/ are rewritten.
+1. README.md is the home page and CONTRIBUTING.md a page; links between them and docs/ are
+   rewritten.
 2. A line `<!-- surgery COMMAND -->` in a page is replaced by what that command prints: help texts,
    and the tables of families and recipes. So they never differ from the code.
 """
@@ -71,7 +72,8 @@ def _run(*arguments: str) -> str:
 def _families(families: list[dict[str, Any]]) -> str:
     """The table of `surgery families --json`."""
     rows = [
-        "| model_type | MLP | activation | `upcycle` to | `relufy` | `carve`, `memory`, `splinify` |",
+        "| model_type | MLP | activation | `upcycle` to | `relufy` "
+        "| `carve`, `memory`, `splinify` |",
         "|---|---|---|---|---|---|",
     ]
     for family in families:

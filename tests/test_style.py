@@ -37,7 +37,7 @@ def parameters(function: ast.FunctionDef) -> list[str]:
 
 
 def is_public(path: Path, function: ast.FunctionDef) -> bool:
-    """Return whether a function is of the API or a command: those have an option for each choice."""
+    """Return whether a function is of the API or a command, which have one option a choice."""
     operation = path.parent.name == "operations" and function.name in surgery.__all__
     command = any(".command(" in ast.unparse(d) for d in function.decorator_list)
     return operation or command or path.name == "api.py"

@@ -1,9 +1,9 @@
 """How the router of a mixture begins: at random, at zero, or from what it is going to read.
 
-    centroids    balanced k-means of the router's inputs on calibration text, by direction: a copy for each kind of token
-    class-means  of each expert's own text, the mean of the router's inputs on it (as mergekit's
-    hidden-state gates): a
-                 copy for each kind of text
+    centroids    balanced k-means of the router's inputs on calibration text, by direction: a copy
+                 for each kind of token
+    class-means  the mean of the router's inputs on each expert's own text, as in mergekit's
+                 hidden-state gates: a copy for each kind of text
 
 Inputs are those of the MLP, behind the norm after attention, seen as a walk of the model comes to
 each layer, experts that differ in place. A router has no bias, and the inputs a mean that would

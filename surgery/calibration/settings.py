@@ -129,7 +129,10 @@ class Calibration:
         return replace(
             sample,
             input_ids=torch.cat([text, own])[places.argsort(stable=True)],
-            source=f"{sample.source}, and {written} of {len(text) + written} sequences by the model itself",
+            source=(
+                f"{sample.source}, and {written} of {len(text) + written} sequences by the "
+                "model itself"
+            ),
         )
 
     def walk(self, checkpoint: Checkpoint, input_ids: Tensor) -> Walk:

@@ -558,8 +558,8 @@ OPERATION = Operation(
     done=_done,
     why="The neurons that one token needs stand together in experts of their own, so that a "
     "router can leave the others unread.",
-    limits="It was not trained after the conversion: tokens that a router sends elsewhere lose what "
-    "the other neurons computed.",
+    limits="It was not trained after the conversion: tokens that a router sends elsewhere lose "
+    "what the other neurons computed.",
     suffix=_suffix,
     papers=_papers,
     tags=("mixture-of-experts", "moefication"),

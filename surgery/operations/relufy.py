@@ -545,8 +545,8 @@ OPERATION = Operation(
     summary="Make the MLPs sparse: ReLU and kin, repaired.",
     done=_done,
     why="With an activation that gives exact zeros, most neurons of a token need no rows of "
-    "up_proj and down_proj: what is zero need not be read, and reading weights is what decoding spends its "
-    "time on.",
+    "up_proj and down_proj: what is zero need not be read, and reading weights is what decoding "
+    "spends its time on.",
     limits="It was not trained after the conversion, and is worse than its source, more so outside "
     "the domains that it was calibrated on. Zeros save time only in a runtime that skips them.",
     suffix=_suffix,

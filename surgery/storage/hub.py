@@ -190,8 +190,8 @@ _STATUSES = {
     ),
     403: (
         "this account may not read {repo}",
-        "accept its terms on its page on the Hub if it is gated, and give a token that may read it: "
-        "one that is fine-grained must name it",
+        "accept its terms on its page on the Hub if it is gated, and give a token that may read "
+        "it: one that is fine-grained must name it",
     ),
     404: (
         "the Hub has nothing at the address asked for {repo}",

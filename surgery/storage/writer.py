@@ -163,7 +163,7 @@ def finish(out: Path, record: dict[str, object], files: Mapping[str, bytes] | No
 
 
 def check_place(out: Path, source: Checkpoint) -> None:
-    """Raise SurgeryError where nothing may be written: in the source, in the Hub cache, at a file."""
+    """Raise SurgeryError where `out` is in the source or in the Hub cache, or a file."""
     resolved = out.resolve()
     for folder, what in ((source.source.folder, "the source"), (_hub_cache(), "the Hub cache")):
         if folder and resolved.is_relative_to(Path(folder).resolve()):

@@ -220,7 +220,8 @@ def test_one_pass_over_the_disk(tmp_path: Path) -> None:
     between.
     """
     chosen = recipe.parse(
-        "source: demo\noperations:\n  - {operation: relufy, repair: none}\n  - {operation: upcycle, experts: 2}\n",
+        "source: demo\noperations:\n  - {operation: relufy, repair: none}\n"
+        "  - {operation: upcycle, experts: 2}\n",
         "r",
     )
     source = recipe.open_source(chosen)

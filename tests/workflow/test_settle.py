@@ -1,7 +1,8 @@
 """Choices that need a walk are made when an output is written, and not when it is planned.
 
 What could break it: a dry run that walks, a later step that keeps what the provisional choice gave
-it, a recipe that does not repeat the choice, a process that chooses for itself and hangs the others.
+it, a recipe that does not repeat the choice, a process that chooses for itself, so that the others
+hang.
 """
 
 from __future__ import annotations
