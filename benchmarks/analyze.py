@@ -2,10 +2,11 @@
 
   python benchmarks/analyze.py ~/models/qwen2.5-coder-1.5b --tokens 16384 --rounds 3
 
-Whole processes, alternated, medians: both open the checkpoint, tokenize the same text and load each
-layer once; one counts, the other has no collectors and only computes. "walk s" and "walk cpu s" are what the walk alone
-takes in each, without imports and start. On a busy machine trust the ratio of the processor times,
-and OMP_NUM_THREADS=1: threads that wait for each other wait for the other programs too.
+Whole processes, in turn, medians: both open the checkpoint, tokenize the same text and load each
+layer once; one counts, the other has no collectors and only computes. "walk s" and "walk cpu s" are
+what the walk alone takes in each, without imports and start. On a busy machine trust the ratio of
+the processor times, and OMP_NUM_THREADS=1: threads that wait for each other wait for the other
+programs too.
 """
 
 from __future__ import annotations

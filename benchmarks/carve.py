@@ -38,7 +38,7 @@ from surgery.workflow.carve_sweep import sweep
 
 
 def relufied(source: Checkpoint, what: str, tokens: int) -> Checkpoint:
-    """The model relufied in memory."""
+    """Return the model, relufied in memory."""
     swap, repair, bypass, *_ = [*what.split(":"), "", ""]
     activation, _, sparsity = swap.partition("-")
     options: dict[str, Any] = {"bypass": int(bypass) if bypass.isdecimal() else bypass or 0}
@@ -75,7 +75,7 @@ def _row(p: Point, dense: float) -> dict[str, object]:
 
 
 def held(source: Checkpoint, options: argparse.Namespace) -> None:
-    """The mass and the error of the oracle's choice, of groups and of single neurons, on rows that
+    """Print mass and error of the oracle's choice, of groups and of single neurons, on rows that
     were not grouped by.
     """
     settings = Calibration(tokens=options.tokens, dtype="fp32")

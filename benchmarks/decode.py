@@ -40,7 +40,7 @@ class Mlp(nn.Module):
 
 
 def threshold(mlp: Any, tokens: Tensor, rule: str, sparsity: float) -> float:
-    """Of what the rule cuts, over all tokens."""
+    """Return the threshold that cuts this part of the values, over all tokens."""
     values = mlp._product(tokens).abs() if rule == "teal" else mlp.gate_proj(tokens)
     return values.float().flatten().sort().values[int(sparsity * values.numel())].item()
 

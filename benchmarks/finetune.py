@@ -66,7 +66,7 @@ SETTINGS = {
 
 
 def write_text(folder: Path) -> None:
-    """The speeches that the demo model was trained on, a file for each."""
+    """Write the speeches that the demo model was trained on, a file for each."""
     if not folder.exists():
         folder.mkdir(parents=True)
         for i, text in enumerate(speeches()[0]):
@@ -74,7 +74,7 @@ def write_text(folder: Path) -> None:
 
 
 def train(name: str, source: str, work: Path, steps: int | None) -> list[dict[str, Any]]:
-    """The log of a run."""
+    """Train, and return the log of the run."""
     operation, usual, options = RUNS[name]
     steps = steps or usual
     model, out = work / name, work / f"{name}-{steps}"

@@ -494,7 +494,7 @@ def timed_out(*_: Any) -> None:
 def fuzz(
     inputs: int, seed: int, only: str | None, folder: Path
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """How the inputs of each target ended, and the findings."""
+    """Return how the inputs of each target ended, and the findings."""
     room, watch = Room(folder), Watch(folder)
     signal.signal(signal.SIGALRM, timed_out)
     counts: dict[str, dict[str, int]] = {}

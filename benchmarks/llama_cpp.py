@@ -58,7 +58,7 @@ def in_transformers(
 
 
 def in_llama_cpp(folder: Path, a: argparse.Namespace, prompt: list[int]) -> list[int]:
-    """The greedy ids that follow the ids of the prompt."""
+    """Return the greedy ids that follow the ids of the prompt."""
     with tempfile.TemporaryDirectory(dir=a.work) as work:
         model, script = Path(work, "model.gguf"), Path(work, "greedy.mjs")
         run([a.converter, str(folder), "--outfile", str(model), "--outtype", a.outtype])
@@ -75,7 +75,7 @@ def in_llama_cpp(folder: Path, a: argparse.Namespace, prompt: list[int]) -> list
 
 
 def run(command: list[str]) -> str:
-    """What the command prints; its last words and exit code 2 where it fails."""
+    """Return what a command prints; where it fails, print its last words and exit with 2."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:

@@ -2,8 +2,7 @@
 
 It is their --dry-run, on a checkpoint of headers alone.
 
-  cd tests/configs
-  python ../../benchmarks/paper.py llama-2-70b.json llama-3.1-405b.json --work DIR
+  python benchmarks/paper.py tests/configs/llama-2-70b.json tests/configs/gpt2.json --work DIR
 
 The shards have the names, shapes and sizes of the real ones, and holes in the place of weights (a
 sparse file takes no room on the disk). Peak memory is --dry-run's bound, interpreter and torch
@@ -37,7 +36,7 @@ COMMANDS = (
 
 
 def holes(config: Path, folder: Path) -> None:
-    """A checkpoint of this config in bf16, weights left out."""
+    """Return a checkpoint of this config in bf16, weights left out."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     data = json.loads(config.read_text())

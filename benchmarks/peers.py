@@ -102,7 +102,7 @@ def free_memory() -> float:
 def commands(
     source: Path, work: Path, out: Path, mergekit: str | None, tokens: int
 ) -> dict[str, dict[str, list[str]]]:
-    """What is compared, by task and by who does it."""
+    """Return what is compared, by task and by who does it."""
     (work / "mergekit.yaml").write_text(MERGEKIT.format(source=source))
     surgery = [*SURGERY, "{task}", str(source), "--out", str(out), "-q"]
     found = {
@@ -149,7 +149,7 @@ def compare(by: dict[str, list[str]], out: Path, rounds: int) -> dict[str, dict[
 
 
 def show(task: str, found: dict[str, dict[str, float]], say: Callable[[str], None] = print) -> None:
-    """Rows of a Markdown table."""
+    """Print the rows of a Markdown table."""
     for who, m in found.items():
         ratio = m["wall s"] / found["surgery"]["wall s"]
         say(

@@ -37,7 +37,7 @@ print(transformers.__version__, type(model).__name__, text, sep="|")
 
 
 def convert(model: Path, out: Path, arguments: list[str]) -> dict[str, Any]:
-    """The record of the conversion, with its seconds and peak resident megabytes."""
+    """Convert, and return the record with seconds and peak resident megabytes."""
     command = [sys.executable, "-m", "surgery", *arguments, str(model), "--out", str(out), "--json"]
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE)

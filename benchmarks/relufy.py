@@ -27,7 +27,7 @@ def measure(
     allocation: str,
     sample: quality.Texts,
 ) -> dict[str, object]:
-    """The row of one conversion."""
+    """Return the row of one conversion."""
     swap, repair, bypass, *_ = [*what.split(":"), "", ""]
     activation, _, sparsity = swap.partition("-")
     options = {"activation": activation, "repair": repair or "ridge", "calibration": calibration}

@@ -1,6 +1,6 @@
 """Time `surgery --help` and `import surgery` as whole processes, in seconds; medians.
 
-  python benchmarks/startup.py
+python benchmarks/startup.py
 """
 
 from __future__ import annotations
@@ -23,5 +23,10 @@ def seconds(command: list[str]) -> float:
     return time.perf_counter() - start
 
 
-for name, command in COMMANDS.items():
-    print(f"{name}: {statistics.median(seconds(command) for _ in range(11)):.3f} s")
+def main() -> None:
+    for name, command in COMMANDS.items():
+        print(f"{name}: {statistics.median(seconds(command) for _ in range(11)):.3f} s")
+
+
+if __name__ == "__main__":
+    main()

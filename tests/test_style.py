@@ -5,6 +5,7 @@ verb.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,3 +55,18 @@ def test_below_the_api_no_function_has_many_parameters(path: Path) -> None:
         and f.name not in LIKE_PUBLIC
     }
     assert not long
+
+
+# First words of docstrings that need the name of the function as their subject.
+NO_VERB = re.compile(
+    "A|All|An|And|As|At|Both|By|Each|Every|For|From|How|If|In|It|Its|No|None|Not|Of|On|One|Only"
+    "|Or|That|The|These|This|Those|To|What|When|Where|Whether|Which|Who|With|[^A-Z].*"
+)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_docstrings_of_functions_begin_with_a_verb(path: Path) -> None:
+    """A reader of help and API pages sees the sentence without the code around it."""
+    found = ((f.name, ast.get_docstring(f)) for f in functions(path))
+    first = {called: text.split()[0].strip(",.:;") for called, text in found if text}
+    assert not {called: word for called, word in first.items() if NO_VERB.fullmatch(word)}

@@ -169,19 +169,19 @@ class CommonOptions:
 
     @property
     def silent(self) -> bool:
-        """Whether no progress is shown."""
+        """Return whether no progress is shown."""
         return self.quiet or self.as_json
 
     @property
     def shard_bytes(self) -> int | None:
-        """The largest shard in bytes; None for the default."""
+        """Return the largest shard in bytes; None for the default."""
         from surgery.checkpoint import parse_size
 
         return parse_size(self.max_shard_size) if self.max_shard_size else None
 
     @property
     def url(self) -> str | None:
-        """Where the output goes, if not to a folder on this disk."""
+        """Return where the output goes, if not to a folder on this disk."""
         return self.out if self.out and "://" in self.out else None
 
 

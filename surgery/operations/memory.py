@@ -139,12 +139,12 @@ class Options:
 
     @property
     def auto(self) -> bool:
-        """Whether layers are chosen by what they cost."""
+        """Return whether layers are chosen by what they cost."""
         return self.layers == "auto"
 
     @property
     def fitted(self) -> bool:
-        """Whether the memory is fitted on text."""
+        """Return whether the memory is fitted on text."""
         return self.init in ("slots", "fit")
 
     def size(self, name: str) -> int:
@@ -524,7 +524,7 @@ def _table(job: _Job, work: Work | None, entry: Mapping[str, Any], name: str, dt
 
 
 def _promised(work: Work, index: int, mlp: Mlp, width: int) -> Mlp:
-    """The neurons that are kept, in Linear's layout."""
+    """Return the neurons that are kept, in Linear's layout."""
     shapes = {
         "gate": (width, mlp.down.shape[0]),
         "up": (width, mlp.down.shape[0]),

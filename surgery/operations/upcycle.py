@@ -82,7 +82,7 @@ class Start:
 
     @property
     def copies(self) -> bool:
-        """Whether the experts are the source's MLP and nothing else."""
+        """Return whether the experts are the source's MLP and nothing else."""
         return not (self.drop or self.noise or self.models)
 
     @property
@@ -167,7 +167,7 @@ class _Job:
 
     @property
     def router(self) -> str:
-        """The path of a router's rows in a decoder layer."""
+        """Return the path of a router's rows in a decoder layer."""
         path = self.choice.target.router
         return path if self.choice.target.place else path.replace("mlp", self.source.family.mlp, 1)
 

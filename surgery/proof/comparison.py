@@ -46,7 +46,7 @@ class Comparison:
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype that the output is stored and loaded in."""
+        """Return the dtype that the output is stored and loaded in."""
         name = self.output.config.get("dtype") or self.output.config.get("torch_dtype")
         found: torch.dtype = getattr(torch, str(name or "float32"))
         return found

@@ -58,7 +58,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether every row passed."""
+        """Return whether every row passed."""
         return all(row.passed for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class HubFile:
 
     @property
     def missing(self) -> int:
-        """The bytes that `path` would download: all of the file or none."""
+        """Return the bytes that `path` would download: all of the file or none."""
         blob = _cache_folder() / f"models--{self.repo.replace('/', '--')}" / "blobs" / self.blob
         return 0 if blob.is_file() else self.size
 
