@@ -1,12 +1,12 @@
-"""Time and memory of `surgery analyze` against the bare forward pass of the same walk, collectors
-off.
+"""Compare `surgery analyze` with the bare forward pass of the same walk: time and memory.
 
   python benchmarks/analyze.py ~/models/qwen2.5-coder-1.5b --tokens 16384 --rounds 3
 
-Whole processes, alternated, medians: both open the checkpoint, tokenize the same text and load each
-layer once; one counts, the other only computes. "walk s" and "walk cpu s" are what the walk alone
-takes in each, without imports and start. On a busy machine trust the ratio of the processor times,
-and OMP_NUM_THREADS=1: threads that wait for each other wait for the other programs too.
+Whole processes, in turn, medians: both open the checkpoint, tokenize the same text and load each
+layer once; one counts, the other has no collectors and only computes. "walk s" and "walk cpu s" are
+what the walk alone takes in each, without imports and start. On a busy machine trust the ratio of
+the processor times, and OMP_NUM_THREADS=1: threads that wait for each other wait for the other
+programs too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import json, sys, time, torch
 from surgery.analysis.analyze import analyze
 from surgery.calibration.data import sample_ids
 from surgery.calibration.walk import Walk, choose_device, choose_dtype
-from surgery.checkpoint import open_checkpoint
+from surgery.storage import open_checkpoint
 model, tokens, collect = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "analyze"
 checkpoint = open_checkpoint(model)
 sample = sample_ids(checkpoint, tokens=tokens, sequence_length=512, split="calibration")
@@ -37,7 +37,8 @@ else:
     for layer in Walk(checkpoint, sample.input_ids, dtype=dtype, device=device):
         layer.run()
 took = {"walk s": time.perf_counter() - start, "walk cpu s": time.process_time() - cpu}
-print(json.dumps({**took, "threads": torch.get_num_threads(), "tokens": sample.input_ids.numel(), "on": f"{device}, {dtype}"}))
+on = {"threads": torch.get_num_threads(), "on": f"{device}, {dtype}"}
+print(json.dumps({**took, **on, "tokens": sample.input_ids.numel()}))
 """
 
 
@@ -79,7 +80,8 @@ def main() -> None:
     }
     first = results["bare"][0]
     print(
-        f"{first['tokens']} tokens on {first['on']}, {first['threads']} threads, medians of {a.rounds}"
+        f"{first['tokens']} tokens on {first['on']}, {first['threads']} threads, medians of "
+        f"{a.rounds}"
     )
     for what, m in middle.items():
         print(
@@ -92,7 +94,8 @@ def main() -> None:
             a[what] / b[what] for a, b in zip(results["analyze"], results["bare"], strict=True)
         ]
         print(
-            f"analyze / bare, {what}: {statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
+            f"analyze / bare, {what}: {statistics.median(pairs):.2f} ({min(pairs):.2f} to "
+            f"{max(pairs):.2f})"
         )
 
 

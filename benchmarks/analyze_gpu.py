@@ -1,8 +1,9 @@
-"""`surgery analyze` on a GPU against bare forward passes of the same tokens: tokens/s of each.
+"""Compare `surgery analyze` on a GPU with bare forward passes of the same tokens, in tokens/s.
 
-  python benchmarks/analyze_gpu.py                                      # a random Llama of 1.04 B parameters
+  python benchmarks/analyze_gpu.py              # a random Llama of 1.04 B parameters
   python benchmarks/analyze_gpu.py Qwen/Qwen2.5-7B --tokens 131072
-  python benchmarks/analyze_gpu.py --hidden 64 --ff 176 --layers 2 --tokens 2048 --device cpu     # a trial without a GPU
+  # a trial without a GPU:
+  python benchmarks/analyze_gpu.py --hidden 64 --ff 176 --layers 2 --tokens 2048 --device cpu
 
   resident   the stock model in the device's memory, its body alone
   bare       the walk with the collectors off: reads the weights of each layer as it comes to it
@@ -103,7 +104,8 @@ def report(found: dict[str, list[float]], memory: dict[str, int], tokens: int) -
         if over in found and under in found:
             ratios = [x / y for x, y in zip(found[over], found[under], strict=True)]
             print(
-                f"{over} / {under}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+                f"{over} / {under}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to "
+                f"{max(ratios):.2f})"
             )
 
 
@@ -146,7 +148,8 @@ def main() -> None:
         name = torch.cuda.get_device_name() if a.device.startswith("cuda") else a.device
         tokens = sample.input_ids.numel()
         print(
-            f"{a.model or 'random Llama'}, {tokens} tokens on {name}, {dtype}, medians of {a.rounds}"
+            f"{a.model or 'random Llama'}, {tokens} tokens on {name}, {dtype}, medians of "
+            f"{a.rounds}"
         )
         report(measure(runs, a.rounds, a.device), memory, tokens)
 

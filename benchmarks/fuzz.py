@@ -494,7 +494,7 @@ def timed_out(*_: Any) -> None:
 def fuzz(
     inputs: int, seed: int, only: str | None, folder: Path
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """How the inputs of each target ended, and the findings."""
+    """Return how the inputs of each target ended, and the findings."""
     room, watch = Room(folder), Watch(folder)
     signal.signal(signal.SIGALRM, timed_out)
     counts: dict[str, dict[str, int]] = {}
@@ -545,11 +545,13 @@ def main() -> None:
         shutil.rmtree(folder)
     for name, ended in counts.items():
         print(
-            f"{name:8} {sum(ended.values()):7,} inputs: {ended['read']:7,} read, {ended['refused']:7,} refused"
+            f"{name:8} {sum(ended.values()):7,} inputs: {ended['read']:7,} read, "
+            f"{ended['refused']:7,} refused"
         )
     total = sum(sum(e.values()) for e in counts.values())
     print(
-        f"{total:,} inputs in {time.perf_counter() - start:.0f} s ({time.process_time() - cpu:.0f} s CPU), {len(findings)} findings"
+        f"{total:,} inputs in {time.perf_counter() - start:.0f} s ({time.process_time() - cpu:.0f} "
+        f"s CPU), {len(findings)} findings"
     )
     for found in {f.partition(": ")[2]: f for f in findings}.values():
         print(found)

@@ -1,9 +1,10 @@
-"""What a model larger than the memory asks of a machine: seconds, processor time and peak memory of
-each command, whole processes.
+"""Measure what a model larger than the memory asks of a machine.
 
-  python benchmarks/synthetic.py /data/synthetic-7b --hidden 4096 --ff 11008 --layers 32 --heads 32
-  --shard 5GB python benchmarks/large.py /data/synthetic-7b --work /data/bench
-  python benchmarks/large.py /data/synthetic-7b --work /data/bench --only analyze "relufy, ridge"
+That is seconds, processor time and peak memory of each command, as a whole process.
+
+  python benchmarks/synthetic.py /data/7b --hidden 4096 --ff 11008 --layers 32 --heads 32
+  python benchmarks/large.py /data/7b --work /data/bench
+  python benchmarks/large.py /data/7b --work /data/bench --only analyze "relufy, ridge"
 
 Conversions are to stay below 400 MB; what walks, below two decoder layers as they are computed
 (fp32 in verify and in fits, bf16 in analyze), 1 GB and the activations: the hidden states of its
@@ -116,7 +117,8 @@ def measure(a: argparse.Namespace, say: Callable[[str], None]) -> None:
             c for c in command if c[0] != "{" and c not in ("-q", "--out", "--no-verify")
         )
         say(
-            f"| `{shown}` | {m['wall s']:.0f} s | {m['cpu s']:.0f} s | {m['peak MB']:.0f} MB | {limit:.0f} MB |"
+            f"| `{shown}` | {m['wall s']:.0f} s | {m['cpu s']:.0f} s | {m['peak MB']:.0f} MB | "
+            f"{limit:.0f} MB |"
         )
     shutil.rmtree(out, ignore_errors=True)
 

@@ -1,5 +1,4 @@
-"""Whether a converted model says in llama.cpp what it says in transformers: greedy tokens of both,
-one by one.
+"""Compare the greedy tokens of a converted model in llama.cpp with those in transformers.
 
   npm install --prefix DIR node-llama-cpp
   surgery upcycle ~/models/smollm2-135m --experts 4 --out upcycled
@@ -59,7 +58,7 @@ def in_transformers(
 
 
 def in_llama_cpp(folder: Path, a: argparse.Namespace, prompt: list[int]) -> list[int]:
-    """The greedy ids that follow the ids of the prompt."""
+    """Return the greedy ids that follow the ids of the prompt."""
     with tempfile.TemporaryDirectory(dir=a.work) as work:
         model, script = Path(work, "model.gguf"), Path(work, "greedy.mjs")
         run([a.converter, str(folder), "--outfile", str(model), "--outtype", a.outtype])
@@ -76,7 +75,7 @@ def in_llama_cpp(folder: Path, a: argparse.Namespace, prompt: list[int]) -> list
 
 
 def run(command: list[str]) -> str:
-    """What the command prints; its last words and exit code 2 where it fails."""
+    """Return what a command prints; where it fails, print its last words and exit with 2."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
@@ -121,7 +120,8 @@ def main() -> int:
         return 0
     first = next(i for i in range(a.tokens) if found[i : i + 1] != expected[i : i + 1])
     print(
-        f"token {first} differs: transformers {expected[first]} {words[first]!r}, llama.cpp {found[first : first + 1]}"
+        f"token {first} differs: transformers {expected[first]} {words[first]!r}, llama.cpp "
+        f"{found[first : first + 1]}"
     )
     return 1
 

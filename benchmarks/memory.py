@@ -1,9 +1,9 @@
-"""What a memory in the MLP's place costs: perplexity on two domains relative to the source, and the
-bytes that a token reads.
+"""Measure what a memory in the MLP's place costs.
+
+That is perplexity on two domains relative to the source, and the bytes that a token reads.
 
   python benchmarks/memory.py MODEL
-  python benchmarks/memory.py MODEL --inits slots slots+distill slots:product-keys fit --layers 9
-  6,12 --tokens 131072 --json
+  python benchmarks/memory.py MODEL --inits slots slots+distill fit --layers 9 6,12 --json
 
 A row for each init and each set of layers (by default one, two and three, evenly spaced). "reads"
 is relative to the MLPs that are replaced. Fitted on the built-in mixed text (speeches and novels),
@@ -18,21 +18,20 @@ import time
 
 from surgery.checkpoint import Checkpoint
 from surgery.families import locate
-from surgery.fitting.memory_init import INITS
-from surgery.operations.memory import memory
+from surgery.operations.memory import INITS, memory
 from surgery.proof import quality
 from surgery.storage import open_checkpoint
 
 
 def spaced(count: int) -> list[list[int]]:
-    """One, two and three layers of `count`."""
+    """Return one, two and three layers of `count`, evenly spaced."""
     return [[round(i * count / (n + 1)) for i in range(1, n + 1)] for n in (1, 2, 3)]
 
 
 def fitted(
     source: Checkpoint, init: str, layers: list[int], tokens: int
 ) -> tuple[Checkpoint, dict[str, object]]:
-    """The output, its work done, and what that took."""
+    """Return the output with its work done, and what that took."""
     wall, cpu = time.time(), time.process_time()
     output = memory(
         source,

@@ -1,8 +1,8 @@
-"""What operations on a model that nobody has at hand would write and need: their --dry-run, on a
-checkpoint of headers alone.
+"""Show what operations on models that nobody has at hand would write and need.
 
-  python benchmarks/paper.py tests/configs/llama-2-70b.json tests/configs/llama-3.1-405b.json --work
-  DIR
+It is their --dry-run, on a checkpoint of headers alone.
+
+  python benchmarks/paper.py tests/configs/llama-2-70b.json tests/configs/gpt2.json --work DIR
 
 The shards have the names, shapes and sizes of the real ones, and holes in the place of weights (a
 sparse file takes no room on the disk). Peak memory is --dry-run's bound, interpreter and torch
@@ -36,7 +36,7 @@ COMMANDS = (
 
 
 def holes(config: Path, folder: Path) -> None:
-    """A checkpoint of this config in bf16, weights left out."""
+    """Return a checkpoint of this config in bf16, weights left out."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     data = json.loads(config.read_text())
@@ -78,7 +78,8 @@ def main() -> None:
                 continue
             plan = json.loads(run.stdout)
             print(
-                f"{shown} | {plan['parameters'] / 1e9:,.1f} B | {plan['bytes'] / 1e9:,.0f} GB, {len(plan['shards'])} shards "
+                f"{shown} | {plan['parameters'] / 1e9:,.1f} B | {plan['bytes'] / 1e9:,.0f} GB, "
+                f"{len(plan['shards'])} shards "
                 f"| {plan['peak_memory'] / 1e9:.2f} GB | {took:.1f} s |",
                 flush=True,
             )

@@ -1,18 +1,18 @@
-"""`surgery` beside what else does the same: time, processor time and peak memory of whole
-processes, alternated, medians.
+"""Compare `surgery` with other programs that do the same: time, processor time and peak memory.
 
-  python benchmarks/synthetic.py /data/synthetic-1b
+Whole processes are measured, in turn; figures are medians.
+
+  python benchmarks/synthetic.py /data/1b
   python -m venv /tmp/mergekit && /tmp/mergekit/bin/pip install mergekit
-  python benchmarks/peers.py /data/synthetic-1b --work /data/bench --mergekit
-  /tmp/mergekit/bin/mergekit-moe python benchmarks/peers.py /data/synthetic-1b --work /data/bench
-  --only relufy --rounds 3
+  python benchmarks/peers.py /data/1b --work /data/bench --mergekit /tmp/mergekit/bin/mergekit-moe
+  python benchmarks/peers.py /data/1b --work /data/bench --only relufy --rounds 3
 
 upcycle  8 experts, against mergekit-moe with random gates (needs 16 GB of free memory; left out
-without --mergekit)
+         without --mergekit)
 relufy   the same weights with hidden_act relu, against transformers: load, edit the config, save
 analyze  against a script that loads the whole model, hooks every down_proj and counts zeros and
-firings of each neuron; surgery
-         measures much more on the way: thresholds, CETT, reuse, outliers
+         firings of each neuron; surgery measures much more on the way: thresholds, CETT, reuse,
+         outliers
 
 Where this may (root), the page cache is dropped before every run. The source is given a tokenizer,
 which mergekit-moe wants.
@@ -51,12 +51,15 @@ def hook(i):
     return see
 for i, layer in enumerate(model.model.layers):
     layer.mlp.down_proj.register_forward_hook(hook(i))
-ids = torch.randint(0, model.config.vocab_size, (int(sys.argv[3]) // 512, 512), generator=torch.Generator().manual_seed(0))
+shape, draw = (int(sys.argv[3]) // 512, 512), torch.Generator().manual_seed(0)
+ids = torch.randint(0, model.config.vocab_size, shape, generator=draw)
 with torch.no_grad():
     for batch in ids.split(4):
         model(batch, use_cache=False)
 Path(sys.argv[2]).mkdir(parents=True, exist_ok=True)
-save_file({f"{n}.{i}": v for n, d in (("zeros", zeros), ("fired", fired)) for i, v in d.items()}, f"{sys.argv[2]}/counts.safetensors")
+counts = {"zeros": zeros, "fired": fired}
+named = {f"{n}.{i}": v for n, found in counts.items() for i, v in found.items()}
+save_file(named, f"{sys.argv[2]}/counts.safetensors")
 """
 
 MERGEKIT = (
@@ -99,7 +102,7 @@ def free_memory() -> float:
 def commands(
     source: Path, work: Path, out: Path, mergekit: str | None, tokens: int
 ) -> dict[str, dict[str, list[str]]]:
-    """What is compared, by task and by who does it."""
+    """Return what is compared, by task and by who does it."""
     (work / "mergekit.yaml").write_text(MERGEKIT.format(source=source))
     surgery = [*SURGERY, "{task}", str(source), "--out", str(out), "-q"]
     found = {
@@ -146,11 +149,12 @@ def compare(by: dict[str, list[str]], out: Path, rounds: int) -> dict[str, dict[
 
 
 def show(task: str, found: dict[str, dict[str, float]], say: Callable[[str], None] = print) -> None:
-    """Rows of a Markdown table."""
+    """Print the rows of a Markdown table."""
     for who, m in found.items():
         ratio = m["wall s"] / found["surgery"]["wall s"]
         say(
-            f"| {task} | {who} | {m['wall s']:.1f} s ({ratio:.1f}×) | {m['cpu s']:.1f} s | {m['peak MB'] / 1000:.2f} GB |"
+            f"| {task} | {who} | {m['wall s']:.1f} s ({ratio:.1f}×) | {m['cpu s']:.1f} s | "
+            f"{m['peak MB'] / 1000:.2f} GB |"
         )
 
 
@@ -174,7 +178,8 @@ def main() -> None:
     mergekit, free = a.mergekit, free_memory()
     if mergekit and free < 16:
         print(
-            f"note: mergekit-moe is left out: {free:.0f} GB of memory are free, it takes 11 GB and the machine some"
+            f"note: mergekit-moe is left out: {free:.0f} GB of memory are free, it takes 11 GB and "
+            "the machine some"
         )
         mergekit = None
     elif not mergekit:

@@ -1,8 +1,8 @@
 """Convert real models, verify them, and let stock transformers generate from source and output.
 
-  python benchmarks/real_models.py ~/models/smollm2-135m ~/models/qwen2.5-coder-0.5b --work
-  /data/real
-  SURGERY_TRANSFORMERS_4=DIR python benchmarks/real_models.py ...    # also with the transformers 4.57 in DIR
+  python benchmarks/real_models.py smollm2-135m qwen2.5-coder-0.5b --work /data/real
+  # also with the transformers 4.57 in DIR:
+  SURGERY_TRANSFORMERS_4=DIR python benchmarks/real_models.py ...
 
 For each model: `upcycle --experts 4` and `relufy --repair none`, both verified; seconds and peak
 memory of the whole process; sixteen greedy tokens in fp32, which an upcycled model must share with
@@ -31,12 +31,13 @@ tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 ids = tokenizer(sys.argv[2], return_tensors="pt").input_ids
 out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
-print(transformers.__version__, type(model).__name__, repr(tokenizer.decode(out[0, ids.shape[1]:])), sep="|")
+text = repr(tokenizer.decode(out[0, ids.shape[1]:]))
+print(transformers.__version__, type(model).__name__, text, sep="|")
 """
 
 
 def convert(model: Path, out: Path, arguments: list[str]) -> dict[str, Any]:
-    """The record of the conversion, with its seconds and peak resident megabytes."""
+    """Convert, and return the record with seconds and peak resident megabytes."""
     command = [sys.executable, "-m", "surgery", *arguments, str(model), "--out", str(out), "--json"]
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -70,7 +71,8 @@ def report(name: str, record: dict[str, Any], folder: Path, expected: str) -> No
     size = sum(s["bytes"] for s in record["shards"].values()) / 1e9
     verdict = "passed" if record["verification"]["passed"] else "FAILED"
     print(
-        f"{name}: {size:.2f} GB, {record['seconds']:.0f} s, peak {record['megabytes']:.0f} MB, verification {verdict}"
+        f"{name}: {size:.2f} GB, {record['seconds']:.0f} s, peak {record['megabytes']:.0f} MB, "
+        f"verification {verdict}"
     )
     for check, value in keep.items():
         print(f"    {check}: {value:.4g}")

@@ -1,5 +1,6 @@
-"""Record what each operation writes, as sha256 by file, or compare with a record: a reshaping of
-the code keeps the bytes.
+"""Record what each operation writes, as sha256 by file, or compare with a record.
+
+A reshaping of the code keeps the bytes.
 
     python benchmarks/recorded_outputs.py --write before.json
     python benchmarks/recorded_outputs.py --compare before.json

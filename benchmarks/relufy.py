@@ -1,9 +1,8 @@
-"""What a relufied model is worth: perplexity on two domains, zeros, CPU minutes and peak memory of
-the repair.
+"""Measure relufied models: perplexity on two domains, zeros, CPU minutes and peak memory.
 
-  python benchmarks/relufy.py MODEL relu:ridge shifted-0.65:reconstruct drelu-0.8:ridge
-  teal-0.7:ridge python benchmarks/relufy.py MODEL fatrelu-0.8:ridge --tokens 131072 --json
-  python benchmarks/relufy.py MODEL drelu-0.8:reconstruct:full                    # with a linear bypass
+  python benchmarks/relufy.py MODEL relu:ridge shifted-0.65:reconstruct teal-0.7:ridge
+  python benchmarks/relufy.py MODEL fatrelu-0.8:ridge --tokens 131072 --json
+  python benchmarks/relufy.py MODEL drelu-0.8:reconstruct:full            # with a linear bypass
 
 A row for each ACTIVATION[-SPARSITY]:REPAIR[:BYPASS], and the same swap without repair beside it.
 Calibrated on the built-in mixed text (speeches and novels), measured on held-out speeches and on
@@ -28,7 +27,7 @@ def measure(
     allocation: str,
     sample: quality.Texts,
 ) -> dict[str, object]:
-    """The row of one conversion."""
+    """Return the row of one conversion."""
     swap, repair, bypass, *_ = [*what.split(":"), "", ""]
     activation, _, sparsity = swap.partition("-")
     options = {"activation": activation, "repair": repair or "ridge", "calibration": calibration}

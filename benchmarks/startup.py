@@ -1,4 +1,4 @@
-"""Seconds that `surgery --help` and `import surgery` take as whole processes, medians.
+"""Time `surgery --help` and `import surgery` as whole processes, in seconds; medians.
 
 python benchmarks/startup.py
 """
@@ -23,5 +23,10 @@ def seconds(command: list[str]) -> float:
     return time.perf_counter() - start
 
 
-for name, command in COMMANDS.items():
-    print(f"{name}: {statistics.median(seconds(command) for _ in range(11)):.3f} s")
+def main() -> None:
+    for name, command in COMMANDS.items():
+        print(f"{name}: {statistics.median(seconds(command) for _ in range(11)):.3f} s")
+
+
+if __name__ == "__main__":
+    main()

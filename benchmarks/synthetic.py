@@ -1,7 +1,8 @@
 """Write a random bf16 Llama of any size, for benchmarks that look at bytes and not at quality.
 
-python benchmarks/synthetic.py OUT                       # 1.04 B parameters: hidden 2048, ff 5504, 18 layers, 5 shards
-python benchmarks/synthetic.py OUT --hidden 4096 --ff 11008 --layers 32 --heads 32 --shard 5GB     # Llama-2-7B's shape
+python benchmarks/synthetic.py OUT    # 1.04 B parameters: hidden 2048, ff 5504, 18 layers
+# the shape of Llama-2-7B:
+python benchmarks/synthetic.py OUT --hidden 4096 --ff 11008 --layers 32 --heads 32 --shard 5GB
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from surgery.storage import finish, write
 
 
 def llama(hidden: int, ff: int, layers: int, heads: int, vocab: int) -> Checkpoint:
-    """A Llama with N(0, 0.02²) weights. Shapes: Linear's [out, in]."""
+    """Return a Llama with N(0, 0.02²) weights. Shapes: Linear's [out, in]."""
     shapes = {
         "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
@@ -70,7 +71,8 @@ def main() -> None:
     write(plan, a.out, source=checkpoint)
     finish(a.out, {"fingerprint": plan.fingerprint})
     print(
-        f"{checkpoint.parameters:,} parameters, {plan.nbytes:,} bytes, {len(plan.shards)} shards in {a.out}"
+        f"{checkpoint.parameters:,} parameters, {plan.nbytes:,} bytes, {len(plan.shards)} shards "
+        f"in {a.out}"
     )
 
 

@@ -1,7 +1,7 @@
 """Draw the terminal session of the README: run real commands on the embedded model, save an SVG.
 
-python benchmarks/terminal_session.py                          # writes docs/assets/session.svg
-python benchmarks/terminal_session.py --out /tmp/session.svg --text
+  python benchmarks/terminal_session.py            # writes docs/assets/session.svg
+  python benchmarks/terminal_session.py --out /tmp/session.svg --text
 
 The commands of SESSION run one after another in an empty folder, in a pseudo terminal of 100
 columns, so that they print colours and tables as they do for a person. Progress bars go to stderr

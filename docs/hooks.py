@@ -1,6 +1,7 @@
 """What the documentation site takes from elsewhere: mkdocs calls these functions as it builds.
 
-1. README.md is the home page and CONTRIBUTING.md a page; links between them and docs/ are rewritten.
+1. README.md is the home page and CONTRIBUTING.md a page; links between them and docs/ are
+   rewritten.
 2. A line `<!-- surgery COMMAND -->` in a page is replaced by what that command prints: help texts,
    and the tables of families and recipes. So they never differ from the code.
 """
@@ -37,7 +38,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def _relinked(match: re.Match[str]) -> str:
-    """A link of a page at the root, as it must be in docs/. Of other files only the text is kept:
+    """Return a link of a page at the root as it must be in docs/. Of other files the text is kept:
     the site does not have them.
     """
     image, text, path, anchor = match[1], match[2], match[3], match[4] or ""
@@ -69,9 +70,10 @@ def _run(*arguments: str) -> str:
 
 
 def _families(families: list[dict[str, Any]]) -> str:
-    """The table of `surgery families --json`."""
+    """Return the table of `surgery families --json`."""
     rows = [
-        "| model_type | MLP | activation | `upcycle` to | `relufy` | `carve`, `memory`, `splinify` |",
+        "| model_type | MLP | activation | `upcycle` to | `relufy` "
+        "| `carve`, `memory`, `splinify` |",
         "|---|---|---|---|---|---|",
     ]
     for family in families:

@@ -47,7 +47,7 @@ def open(
     Args:
         location: like "./my-model", "Qwen/Qwen3-8B", "Qwen/Qwen3-8B@main" or "s3://bucket/model".
         revision: branch, tag or commit of a Hub id.
-        strip_prefix: what to strip from the names of tensors, like the "module." of a wrapped model.
+        strip_prefix: what to strip from names of tensors, like the "module." of a wrapped model.
 
     Raises SurgeryError for what is no checkpoint, or not a whole one.
 

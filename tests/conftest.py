@@ -20,7 +20,13 @@ import pytest
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="surgery-modules-")
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
-JOB = Path(__file__).parent / "transformers_4.py"
+# Processes that tests start in other folders import the package of this checkout, also where the
+# environment has another one installed.
+ROOT = Path(__file__).resolve().parent.parent
+_paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+os.environ["PYTHONPATH"] = os.pathsep.join(_paths)
+
+JOB = ROOT / "tests" / "transformers_4.py"
 
 
 @pytest.fixture(scope="session")

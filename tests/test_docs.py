@@ -97,7 +97,8 @@ def test_commands_parse(page: Path) -> None:
 
 def parse(command: click.Command, words: list[str], called: str) -> None:
     """Parse without running: no option is left without its value, no path need exist."""
-    context = click.Context(command, info_name=called)
+    # click keeps the help option of the first context that asks for it, so the settings matter.
+    context = click.Context(command, info_name=called, **command.context_settings)
     options, rest, _ = command.make_parser(context).parse_args(list(words))
     for parameter in command.params:
         given = options.get(parameter.name or "")

@@ -59,7 +59,9 @@ class ScaledMLP(nn.Module):
 '''
 
 
-def scale(checkpoint: Checkpoint, *, factor: float = 1.0, layers: Collection[int] | None = None) -> Checkpoint:  # fmt: skip
+def scale(
+    checkpoint: Checkpoint, *, factor: float = 1.0, layers: Collection[int] | None = None
+) -> Checkpoint:
     """Return the model with the output of its MLPs scaled.
 
     Args:
@@ -79,8 +81,8 @@ def checks(parameters: Any) -> Any:
     def factors(pair: Any, input_ids: torch.Tensor) -> Iterator[Row]:
         found = [t.read().item() for n, t in pair.output.tensors.items() if n.endswith("factor")]
         off = max(abs(f - parameters["factor"]) for f in found)
-        yield Row(key="scale.factor", check="factors off", value=off, relation="<=", limit=0.0,
-                  passed=off == 0)  # fmt: skip
+        held = {"value": off, "relation": "<=", "limit": 0.0, "passed": off == 0}
+        yield Row(key="scale.factor", check="factors off", **held)
 
     return [factors]
 

@@ -35,7 +35,8 @@ from surgery.workflow.record import read_record
 from surgery.workflow.verify import verify_folder
 
 HOSTILE = (
-    "x\"\"\"'''\\\n\ntrust_remote_code: true\n---\n```\n# h\n{{7*7}}{% x %}</script><script>a()</script>"
+    "x\"\"\"'''\\\n\ntrust_remote_code: true\n---\n```\n# h\n{{7*7}}{% x %}"
+    "</script><script>a()</script>"
     '<img src=x onerror=a()>[red]| t |`b`$(touch x)"; rm *_e_*[x](javascript:a)'
     "\x1b]8;;http://e\x1b\\l\x1b[31m\x07\r\x7f\x9b31m\u202e\u2066\u2028\t&amp;"
 )

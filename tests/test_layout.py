@@ -5,11 +5,13 @@ shortcut.
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "surgery"
+ROOT = Path(__file__).resolve().parent.parent / "surgery"
 FLOORS = (
     ("errors", "quoting"),
     ("files",),
@@ -40,6 +42,13 @@ def imports(path: Path) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.append(node.module)
     return found
+
+
+def test_processes_in_other_folders_run_this_checkout(tmp_path: Path) -> None:
+    """Tests that start the command line elsewhere must not test another, installed copy."""
+    command = [sys.executable, "-c", "import surgery; print(surgery.__file__)"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert Path(found.stdout.strip()) == ROOT / "__init__.py"
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_infinity_in_fp16_is_found(value: float, tmp_path: Path) -> None:
 
 
 def test_the_bypass_counts_among_the_bytes_that_carving_reads(source: Checkpoint) -> None:
-    """The fault: the note leaves out what every token reads. 192 × 192 in bf16 or fp32, 7 layers."""
+    """The fault: the note leaves out what every token reads, 192 × 192 values in 7 layers."""
     few = {"tokens": 256, "sequence_length": 64, "device": "cpu"}
     note = surgery.carve(source, active=8, bypass="full", calibration=few).steps[0].notes[1]
     item = source.tensors["model.layers.0.mlp.down_proj.weight"].nbytes / (192 * 512)
@@ -128,7 +128,7 @@ def test_the_bypass_counts_among_the_bytes_that_carving_reads(source: Checkpoint
 
 
 def test_the_api_trusts_no_code_by_itself(tmp_path: Path) -> None:
-    """The fault: `write` or `verify` runs the code of a stranger's checkpoint without being asked."""
+    """The fault: `write` or `verify` runs the code of a stranger's checkpoint unasked."""
     folder = write_llama(tmp_path / "m", layers=2)
     out = surgery.write(surgery.open(folder), tmp_path / "out")
     for place in (folder, out):

@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 import surgery
-from surgery.workflow.convert import convert
+from surgery.workflow.convert import convert_alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -33,14 +33,14 @@ def greedy(folder: str | Path) -> list[int]:
 
 def test_an_upcycled_model_passes_and_says_the_same(model: str, tmp_path: Path) -> None:
     source = surgery.open(model)
-    result = convert(source, surgery.upcycle(source, experts=4), tmp_path / "moe")
+    result = convert_alone(source, surgery.upcycle(source, experts=4), tmp_path / "moe")
     assert result.verification is not None and result.verification.passed
     assert greedy(tmp_path / "moe") == greedy(model)
 
 
 def test_a_relufied_model_loads_and_its_perplexity_is_known(model: str, tmp_path: Path) -> None:
     source = surgery.open(model)
-    result = convert(source, surgery.relufy(source, repair="none"), tmp_path / "relu")
+    result = convert_alone(source, surgery.relufy(source, repair="none"), tmp_path / "relu")
     assert result.verification is not None and result.verification.passed
     values = {r.check: r.value for r in result.verification.rows}
     assert 1 < values["perplexity of the source"] < values["perplexity of the output"]

@@ -511,24 +511,35 @@ class _Observers:
             update_all([*self.routed.values()], seen)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What an analysis measures besides the usual, and how.
+
+    Args:
+        coactivation: called with each layer and its co-activation matrix AᵀA [F, F], since the
+            matrices of all layers would not fit in memory together.
+        memory_budget: bytes of hidden states in memory; the rest goes to a temporary file.
+        seed: chooses the tokens of the reservoir.
+    """
+
+    coactivation: Sink | None = None
+    memory_budget: int | None = None
+    seed: int = 0
+
+
 def analyze(
     checkpoint: Checkpoint,
     sample: Sample,
     *,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
-    coactivation: Sink | None = None,
-    memory_budget: int | None = None,
-    seed: int = 0,
+    settings: Settings | None = None,
     progress: Progress = lambda n: None,
 ) -> Analysis:
     """Walk the checkpoint over the sample, one layer in memory at a time, and measure every MLP.
 
-    `coactivation` is called with each layer and its co-activation matrix AᵀA [F, F], since the
-    matrices of all layers would not fit in memory together. `seed` chooses the tokens of the
-    reservoir. If torch.distributed is initialized, each process takes its share of the sequences
-    and all of them return the same analysis. Hidden states beyond `memory_budget` bytes go to a
-    temporary file. `progress` is called with 1 after each layer.
+    If torch.distributed is initialized, each process takes its share of the sequences and all of
+    them return the same analysis. `progress` is called with 1 after each layer.
 
     Raises UsageError if the co-activation would be too large, or if there are more processes than
     sequences.
@@ -538,17 +549,17 @@ def analyze(
         sample = sample_ids(checkpoint, tokens=4096, sequence_length=512)
         print(analyze(checkpoint, sample).totals["firing_rate"])
     """
+    settings = settings or Settings()
     weights = weigh(checkpoint, checkpoint.config)
-    if coactivation is not None:
+    if settings.coactivation is not None:
         _require_small(weights)
     mine = _mine(sample)
-    walk = Walk(
-        checkpoint, sample.input_ids[mine], dtype=dtype, device=device, memory_budget=memory_budget
-    )
-    where = _batches(sample, walk, mine, seed)
+    ids, budget = sample.input_ids[mine], settings.memory_budget
+    walk = Walk(checkpoint, ids, dtype=dtype, device=device, memory_budget=budget)
+    where = _batches(sample, walk, mine, settings.seed)
     layers = []
     for layer in walk:
-        layers.append(_observe(layer, walk, where, weights.activation, coactivation))
+        layers.append(_observe(layer, walk, where, weights.activation, settings.coactivation))
         progress(1)
     return Analysis(
         source=checkpoint.source.location,

@@ -99,27 +99,27 @@ class Bench:
 
     @property
     def dense(self) -> float:
-        """Milliseconds per token in all MLPs."""
+        """Return the milliseconds per token in all MLPs."""
         return sum(layer.dense for layer in self.layers)
 
     @property
     def skipping(self) -> float:
-        """Milliseconds per token in all MLPs, with zeros skipped."""
+        """Return the milliseconds per token in all MLPs, with zeros skipped."""
         return sum(layer.skipping for layer in self.layers)
 
     @property
     def speedup(self) -> float:
-        """How many times as fast the MLPs are with zeros skipped."""
+        """Return how many times as fast the MLPs are with zeros skipped."""
         return self.dense / self.skipping
 
     @property
     def ideal(self) -> float:
-        """The speedup if time were proportional to the bytes read."""
+        """Return the speedup if time were proportional to the bytes read."""
         return self.dense / sum(layer.dense * layer.left for layer in self.layers)
 
     @property
     def sparsity(self) -> float:
-        """The mean sparsity of the layers."""
+        """Return the mean sparsity of the layers."""
         return statistics.fmean(layer.sparsity for layer in self.layers)
 
     def quartiles(self, what: str) -> Quartiles:
@@ -129,7 +129,7 @@ class Bench:
 
     @property
     def warnings(self) -> list[str]:
-        """Reasons to doubt the timings."""
+        """Return reasons to doubt the timings."""
         found, cores = [], os.cpu_count() or 1
         if self.load is not None and self.load > cores:
             found.append(
@@ -147,7 +147,7 @@ class Bench:
 
     @property
     def verdict(self) -> str:
-        """One line that says whether skipping pays."""
+        """Return one line that says whether skipping pays."""
         if self.speedup < WORTH:
             return (
                 "no gain at this size and sparsity: skipping runs at "
@@ -308,12 +308,12 @@ class _Live:
 
     @property
     def sparsity(self) -> float:
-        """The fraction of zeros among the products."""
+        """Return the fraction of zeros among the products."""
         return 1 - self.live / self.products
 
     @property
     def left(self) -> float:
-        """The fraction of the MLP's bytes that skipping reads."""
+        """Return the fraction of the MLP's bytes that skipping reads."""
         up, down = self.open / self.products, self.live / self.products
         return (1 + up + down) / 3 if self.gated else (1 + down) / 2
 

@@ -32,7 +32,7 @@ class Point:
 
     @property
     def error(self) -> float:
-        """Mean over layers."""
+        """Return the mean error of the layers."""
         return sum(self.errors) / len(self.errors) if self.errors else 0.0
 
 

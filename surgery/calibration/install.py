@@ -48,31 +48,42 @@ class Fitting:
 
     @property
     def rows(self) -> Rows:
-        """What the layer's MLP reads, and what it is to write."""
+        """Return what the layer's MLP reads, and what it is to write."""
         return observe(self.layer, self.blocks, self.sample, self.source)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """A model and the calibration text that it is walked over."""
+
+    blocks: Blocks
+    calibration: Calibration
+    sample: Sample
+
+
+def read_text(blocks: Blocks, calibration: Calibration, work: Work) -> Reading:
+    """Read the calibration text, and note in the report of `work` which one it is."""
+    sample = calibration.sample(blocks.checkpoint)
+    work.note("sample", sample.as_dict())
+    return Reading(blocks=blocks, calibration=calibration, sample=sample)
+
+
 def fit_layers(
-    blocks: Blocks,
-    calibration: Calibration,
+    reading: Reading,
     layers: Sequence[int],
     work: Work,
     progress: Progress,
     fit: Callable[[Fitting], None],
-    first: Callable[[Sample], None] = lambda sample: None,
 ) -> None:
     """Walk to the last of `layers` over calibration text, and fit each of them.
 
-    1. `first` sees the text.
-    2. The source's stream is moved through the layer.
-    3. `fit` puts what the work promised under "INDEX."; it is left out where an interrupted run
+    1. The source's stream is moved through the layer.
+    2. `fit` puts what the work promised under "INDEX."; it is left out where an interrupted run
        has put all of it.
-    4. The layer of `work.output` takes the place of the source's, and the walk goes on.
+    3. The layer of `work.output` takes the place of the source's, and the walk goes on.
     """
-    sample = calibration.sample(blocks.checkpoint)
-    work.note("sample", sample.as_dict())
-    first(sample)
-    walk = calibration.walk(blocks.checkpoint, sample.input_ids)
+    blocks, sample = reading.blocks, reading.sample
+    walk = reading.calibration.walk(blocks.checkpoint, sample.input_ids)
     source = walk.twin()
     for layer in walk:
         for b, out in enumerate(layer.outputs(source)):

@@ -1,15 +1,15 @@
-"""How the router of a mixture begins: at random, at zero, or from what it is going to read.
+"""Begin the router of a mixture at random, at zero, or from what it is going to read.
 
-    centroids    balanced k-means of the router's inputs on calibration text, by direction: a copy for each kind of token
-    class-means  of each expert's own text, the mean of the router's inputs on it (as mergekit's
-    hidden-state gates): a
-                 copy for each kind of text
+    centroids    balanced k-means of the router's inputs on calibration text, by direction: a copy
+                 for each kind of token
+    class-means  the mean of the router's inputs on each expert's own text, as in mergekit's
+                 hidden-state gates: a copy for each kind of text
 
-Inputs are those of the MLP, behind the norm after attention, seen as a walk of the model comes to
-each layer, experts that differ in place. A router has no bias, and the inputs a mean that would
-decide for all tokens alike. So each row [H] is centred, and what a bias would add stands on the
-direction d with d·x ≈ 1 on all inputs: W x ≈ C (x - x̄) + b. Rows are scaled until the logits have
-LOGIT_STD on the text.
+The inputs are those of the MLP, after its norm, as a walk of the model comes to each layer. Experts
+that differ from the MLP are put in place on the way. A router has no bias, and the mean of the
+inputs would decide for all tokens alike. So each row [H] is centred, and what a bias would add
+is put on the direction d with d·x ≈ 1 on all inputs: W x ≈ C (x - x̄) + b. Rows are scaled until
+the standard deviation of the logits on the text is LOGIT_STD.
 
 Shapes: n tokens, H hidden_size, N copies of the MLP; a copy's parts have equal rows.
 """
@@ -41,15 +41,13 @@ CALIBRATED = ROUTERS[2:]
 LOGIT_STD = 1.0
 TOKENS = 16_384  # that rows are fitted on
 ROUNDS = 20  # of k-means
-STEPS, EVEN = (
-    100,
-    0.02,
-)  # of Sinkhorn's iteration, at most, and a share's distance from an even one that ends it
+STEPS = 100  # of Sinkhorn's iteration, at most
+EVEN = 0.02  # it ends when every share is as near as this to an even one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beginning:
-    """How routers begin; `texts` are files, one for each expert."""
+    """Options of how routers begin; `texts` are files, one for each expert."""
 
     kind: str
     std: float
@@ -77,9 +75,16 @@ class Beginning:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """What is walked: `checkpoint` is all but the experts; `wide` gives a layer's MLP with the
-    neurons of all experts, and `entry` the block that has it, where they compute something else
-    than the MLP that stands there (else None)."""
+    """The model that is walked.
+
+    Args:
+        checkpoint: all but the experts.
+        layers: those that get a mixture.
+        shape: of the mixture.
+        wide: gives a layer's MLP with the neurons of all experts, where they compute something else
+            than the MLP that is there (else None).
+        entry: the block that has it (else None).
+    """
 
     checkpoint: Checkpoint
     layers: Sequence[int]
@@ -88,17 +93,11 @@ class Mixture:
     entry: Mapping[str, Any] | None = None
 
 
-def router_rows(
-    begin: Beginning, name: str, index: int, s: Shape, hidden: int, dtype: str, work: Work | None
-) -> LazyTensor:
-    """[E, H] of layer `index`: the parts of a copy, which follow one another, have equal rows."""
-    if work is not None:
-        rows = work.promise(str(index), "F32", (s.copies, hidden)).cast(dtype)
-    elif begin.kind == "zero":
-        rows = constant(0.0, (s.copies, hidden), dtype)
-    else:
-        rows = normal(name, begin.seed, begin.std, (s.copies, hidden), dtype)
-    return each_row(rows, s.shards)
+def drawn_rows(begin: Beginning, name: str, shape: tuple[int, int], dtype: str) -> LazyTensor:
+    """Return the rows [N, H] of a router that reads no text: zeros, or random by its name."""
+    if begin.kind == "zero":
+        return constant(0.0, shape, dtype)
+    return normal(name, begin.seed, begin.std, shape, dtype)
 
 
 def each_row(rows: LazyTensor, times: int) -> LazyTensor:
@@ -115,7 +114,7 @@ def each_row(rows: LazyTensor, times: int) -> LazyTensor:
 
 
 def work_of(begin: Beginning, mixture: Mixture) -> Work:
-    """What makes the rows of all layers; a "layer" of its report are the figures of `figures`."""
+    """Return the work that makes the rows of all layers; `figures` are its report of a layer."""
     tensors, blocks = dict(mixture.checkpoint.tensors), locate(mixture.checkpoint)
     if mixture.wide is not None:
         wide = {i: mixture.wide(i) for i in mixture.layers}
@@ -149,8 +148,12 @@ def work_of(begin: Beginning, mixture: Mixture) -> Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Text:
-    """ids and mask [B, T]: the tokens that rows are fitted on; `kinds` [B]: whose text a sequence
-    is of.
+    """The text that rows are fitted on.
+
+    Args:
+        ids: token ids [B, T].
+        mask: the tokens that count [B, T].
+        kinds: whose text each sequence is of [B].
     """
 
     ids: Tensor
@@ -214,8 +217,9 @@ def _calibrate(begin: Beginning, mixture: Mixture, work: Work, progress: Progres
 
 
 def _inputs(layer: Layer, walk: Walk, text: _Text, *, moves: bool) -> tuple[Tensor, Tensor]:
-    """What the MLP reads at the tokens of the mask [n, H], and whose text they are of [n]; `moves`:
-    the layer is run.
+    """Return what the MLP reads at the tokens of the mask [n, H], and whose text they are of [n].
+
+    With `moves` the hidden states of the walk go through the layer, else they stay before it.
     """
     import torch
 
@@ -261,7 +265,7 @@ def _mixed(mixture: Mixture, work: Work) -> Checkpoint:
 
 
 def _rows(begin: Beginning, x: Tensor, kinds: Tensor, count: int) -> Tensor:
-    """[N, H] from inputs [n, H]."""
+    """Return the rows [N, H] of a router that reads the inputs x [n, H]."""
     if begin.kind == "centroids":
         centres, offsets = centroids(x, count, begin.seed)
     else:
@@ -271,8 +275,11 @@ def _rows(begin: Beginning, x: Tensor, kinds: Tensor, count: int) -> Tensor:
 
 
 def centroids(x: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Balanced k-means of the directions of x - x̄: unit centres [N, H], and what to add to their
-    products with x - x̄ [N] so that each is the largest equally often."""
+    """Cluster the directions of x - x̄ by balanced k-means; return unit centres and offsets.
+
+    The offsets [N] are added to the products of the centres [N, H] with x - x̄, so that each of
+    them is the largest equally often.
+    """
     import torch
 
     centred = x - x.mean(0)
@@ -292,7 +299,10 @@ def centroids(x: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _spread(u: Tensor, count: int, seed: int) -> Tensor:
-    """k-means++ (Arthur & Vassilvitskii 2007) by cosine: rows of u far from one another."""
+    """Choose rows of u that are far from one another, by k-means++ with the cosine.
+
+    See Arthur & Vassilvitskii 2007.
+    """
     import torch
 
     draw = torch.Generator().manual_seed(seed)
@@ -305,13 +315,14 @@ def _spread(u: Tensor, count: int, seed: int) -> Tensor:
 
 
 def even(scores: Tensor, offsets: Tensor) -> Tensor:
-    """Offsets [N] with which every column of the scores [n, N] is the largest about equally often,
-    from a guess of them: Sinkhorn's iteration (Cuturi 2013, arXiv 1306.0895) at a temperature of a
-    twentieth of the scores' spread."""
+    """Return offsets [N] with which each column of the scores [n, N] wins about equally often.
+
+    `offsets` is a first guess of them. This is Sinkhorn's iteration (Cuturi 2013, arXiv 1306.0895)
+    at a temperature of a twentieth of the scores' spread.
+    """
     temperature = 0.05 * scores.std().clamp_min(1e-20)
-    columns = (
-        scores / temperature
-    ).T.contiguous()  # a softmax of few elements is slow along the last dimension
+    # A softmax of few elements is slow along the last dimension.
+    columns = (scores / temperature).T.contiguous()
     for _ in range(STEPS):
         share = (columns + (offsets / temperature)[:, None]).softmax(0).mean(1).clamp_min(
             1e-6
@@ -323,8 +334,9 @@ def even(scores: Tensor, offsets: Tensor) -> Tensor:
 
 
 def class_means(x: Tensor, kinds: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Means of each kind less the mean of all means [N, H], and the offsets to x̄ that make the
-    nearest mean win [N].
+    """Return each kind's mean less the mean of all means [N, H], and offsets [N].
+
+    With the offsets, added to the products with x - x̄, the nearest mean wins.
     """
     import torch
 
@@ -335,7 +347,7 @@ def class_means(x: Tensor, kinds: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def with_offsets(centres: Tensor, offsets: Tensor, x: Tensor) -> Tensor:
-    """Rows W [N, H] without a bias, with W x ≈ C (x - x̄) + b on the inputs x [n, H]."""
+    """Return rows W [N, H] that need no bias: W x ≈ C (x - x̄) + b on the inputs x [n, H]."""
     import torch
 
     double, hidden = x.double(), x.shape[1]
@@ -346,9 +358,11 @@ def with_offsets(centres: Tensor, offsets: Tensor, x: Tensor) -> Tensor:
 
 
 def figures(logits: Tensor, selected: Tensor) -> dict[str, float]:
-    """Of logits [n, E] and the experts that were chosen for them [n, K]: their standard deviation,
-    the mean of the largest probability, the entropy of the load (1: even), and the least load of an
-    expert over an even one."""
+    """Return figures of logits [n, E] and of the experts that were selected by them [n, K].
+
+    They are the standard deviation of the logits, the mean of the largest probability, the entropy
+    of the load (1: even), and the least load of an expert over an even one.
+    """
     import torch
 
     count = logits.shape[1]

@@ -50,7 +50,7 @@ class Calibration:
 
     @classmethod
     def of(cls, value: Calibration | Mapping[str, Any] | None) -> Calibration:
-        """From what a recipe or a caller gives. Raises UsageError for a key that is none."""
+        """Return the settings of a recipe or a caller. Raises UsageError for unknown keys."""
         if isinstance(value, Calibration):
             return value
         known = [f.name for f in fields(cls)]
@@ -61,12 +61,15 @@ class Calibration:
         return cls(**(value or {}))
 
     def as_dict(self) -> dict[str, Any]:
-        """What differs from the defaults."""
+        """Return what differs from the defaults."""
         return {k: v for k, v in asdict(self).items() if v != getattr(Calibration(), k)}
 
     @property
     def identity(self) -> str:
-        """Changes when the token ids may: a file by its content, a data set by its name."""
+        """Return a text that changes when the token ids may.
+
+        A file is known by its content, a data set by its name.
+        """
         content = b""
         if self.text and (path := expanded(self.text)).is_file():
             content = path.read_bytes()
@@ -103,8 +106,9 @@ class Calibration:
             first_id(checkpoint)
 
     def _extended(self, sample: Sample, checkpoint: Checkpoint, written: int) -> Sample:
-        """The sample and `written` sequences by the model itself, evenly mixed: the last rows are
-        held out.
+        """Return the sample, evenly mixed with `written` sequences by the model itself.
+
+        They are mixed because the last rows are held out.
         """
         import torch
 
@@ -129,7 +133,10 @@ class Calibration:
         return replace(
             sample,
             input_ids=torch.cat([text, own])[places.argsort(stable=True)],
-            source=f"{sample.source}, and {written} of {len(text) + written} sequences by the model itself",
+            source=(
+                f"{sample.source}, and {written} of {len(text) + written} sequences by the "
+                "model itself"
+            ),
         )
 
     def walk(self, checkpoint: Checkpoint, input_ids: Tensor) -> Walk:

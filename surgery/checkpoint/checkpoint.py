@@ -84,7 +84,7 @@ class Step:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """The parameters that make the same again: those that ask for a choice that is pending."""
+        """Return the parameters that make the same again, with choices still to be made."""
         return self.parameters | (self.pending.asked if self.pending else {})
 
 
@@ -116,22 +116,22 @@ class Checkpoint:
 
     @property
     def text_config(self) -> Mapping[str, Any]:
-        """The config of the language model: `text_config` in multimodal models, else all of it."""
+        """Return the config of the language model, which multimodal models call `text_config`."""
         return self.config.get("text_config") or self.config
 
     @property
     def exact(self) -> bool:
-        """Whether every step claims to compute the same function as before."""
+        """Return whether every step claims to compute the same function as before."""
         return all(step.exact for step in self.steps)
 
     @property
     def parameters(self) -> int:
-        """The number of values in all tensors."""
+        """Return the number of values in all tensors."""
         return sum(t.numel for t in self.tensors.values())
 
     @property
     def nbytes(self) -> int:
-        """The size of all tensors in bytes, without headers and side files."""
+        """Return the size of all tensors in bytes, without headers and side files."""
         return sum(t.nbytes for t in self.tensors.values())
 
     def replace(self, *, step: Step | None = None, **changes: Any) -> Checkpoint:

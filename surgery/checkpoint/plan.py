@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def peak_memory(self) -> int:
-        """The bytes that computing the largest tensor holds, not counting Python and torch."""
+        """Return the bytes that computing the largest tensor needs, without Python and torch."""
         return max((t.peak_memory for s in self.shards for _, t in s.tensors), default=0)
 
 

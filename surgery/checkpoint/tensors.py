@@ -58,7 +58,7 @@ class SourceFile(Protocol):
 
     @property
     def identity(self) -> str:
-        """A text that changes whenever the content may; it enters a plan's fingerprint."""
+        """Return a text that changes whenever the content may; it enters a plan's fingerprint."""
         ...
 
     def path(self) -> Path:
@@ -110,7 +110,7 @@ class LazyTensor:
 
     @property
     def peak_memory(self) -> int:
-        """The most bytes held while the value is computed; 0 where the kernel copies it."""
+        """Return the most bytes held while the value is computed; 0 where the kernel copies it."""
         if self.compute is None:
             return max((t.peak_memory for t in self.inputs), default=0)
         held = sum(max(t.nbytes, t.peak_memory) for t in self.inputs)
@@ -157,7 +157,7 @@ class LazyTensor:
 
     @property
     def copied(self) -> bool:
-        """Whether the value consists of extents alone, which the kernel copies."""
+        """Return whether the value consists of extents alone, which the kernel copies."""
         return self.compute is None and not self.inputs
 
     def read_bytes(self) -> bytearray:

@@ -90,7 +90,7 @@ class Work:
 
     @property
     def output(self) -> Checkpoint:
-        """The checkpoint that the promised tensors are part of, as its operation describes it."""
+        """Return the checkpoint that the promised tensors are part of."""
         assert self._output is not None, "a step with this work is part of no checkpoint yet"
         return self._output
 
@@ -103,7 +103,7 @@ class Work:
         return sum(t.nbytes for t in self._promised.values())
 
     def promise(self, name: str, dtype: str, shape: tuple[int, ...]) -> LazyTensor:
-        """The tensor that the work will put under this name."""
+        """Return the tensor that the work will put under this name."""
         file = ScratchFile(self, name, LazyTensor(dtype, shape).nbytes)
         tensor = LazyTensor(
             dtype, shape, (Extent(file, 0, file.size),), recipe=f"calibrated {name}"
@@ -112,7 +112,7 @@ class Work:
         return tensor
 
     def folder(self) -> Path:
-        """Where the values are; the work runs first where nobody has prepared it."""
+        """Return where the values are; the work runs first where nobody has prepared it."""
         with self._lock:
             if self._folder is None:
                 folder = Path(tempfile.mkdtemp(prefix="surgery-"))
@@ -164,11 +164,11 @@ class Work:
         return name in self._promised
 
     def has_all(self, prefix: str) -> bool:
-        """Whether every promised tensor whose name begins so is made."""
+        """Return whether every promised tensor whose name begins so is made."""
         return all(self.has(n) for n in self._promised if n.startswith(prefix))
 
     def lazy(self, name: str) -> LazyTensor:
-        """The tensor that was promised under this name."""
+        """Return the tensor that was promised under this name."""
         return self._promised[name]
 
     def put(self, name: str, value: torch.Tensor) -> None:
@@ -189,7 +189,7 @@ class Work:
         _write(self._folder / NOTES, json.dumps(self.report).encode())
 
     def get(self, name: str) -> torch.Tensor:
-        """A value that was put, in the promised dtype."""
+        """Return a value that was put, in the promised dtype."""
         return self._promised[name].read()
 
 

@@ -182,7 +182,7 @@ def _open(run: Run) -> tuple[Checkpoint, Sample]:
 def _analyze(
     run: Run, checkpoint: Checkpoint, sample: Sample, device: str, progress: Callable[[int], None]
 ) -> Analysis:
-    from surgery.analysis.analyze import analyze
+    from surgery.analysis.analyze import Settings, analyze
     from surgery.calibration.walk import choose_dtype
     from surgery.checkpoint import parse_size
 
@@ -191,9 +191,11 @@ def _analyze(
         sample,
         dtype=choose_dtype(run.dtype, device),
         device=device,
-        seed=run.seed,
-        memory_budget=parse_size(run.memory_budget) if run.memory_budget else None,
-        coactivation=_sink(run.out) if run.coactivation and run.out else None,
+        settings=Settings(
+            seed=run.seed,
+            memory_budget=parse_size(run.memory_budget) if run.memory_budget else None,
+            coactivation=_sink(run.out) if run.coactivation and run.out else None,
+        ),
         progress=progress,
     )
 

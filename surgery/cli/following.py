@@ -51,13 +51,13 @@ def load(name: str, *, trust: bool = False, text: bool = True) -> str:
 
 
 def needs_trust(folder: Path) -> bool:
-    """Whether loading the output runs code that is saved with it."""
+    """Return whether loading the output runs code that is saved with it."""
     path = folder / "config.json"
     return "auto_map" in parse_config(content(path, JSON_LIMIT), str(path))
 
 
 def has_zeros(record: Mapping[str, Any]) -> bool:
-    """Whether the verification found zeros that a kernel could skip."""
+    """Return whether the verification found zeros that a kernel could skip."""
     return "left.bytes" in verdict.rows_by_key(record.get("verification"))
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from surgery.storage.processes import Group
     from surgery.workflow.convert import Result
     from surgery.workflow.publish import Pushed
+    from surgery.workflow.request import Request
 
 F = TypeVar("F", bound=Callable[..., Any])
 Decorator = Callable[[Any], Any]
@@ -172,19 +173,19 @@ class CommonOptions:
 
     @property
     def silent(self) -> bool:
-        """Whether no progress is shown."""
+        """Return whether no progress is shown."""
         return self.quiet or self.as_json
 
     @property
     def shard_bytes(self) -> int | None:
-        """The largest shard in bytes; None for the default."""
+        """Return the largest shard in bytes; None for the default."""
         from surgery.checkpoint import parse_size
 
         return parse_size(self.max_shard_size) if self.max_shard_size else None
 
     @property
     def url(self) -> str | None:
-        """Where the output goes, if not to a folder on this disk."""
+        """Return where the output goes, if not to a folder on this disk."""
         return self.out if self.out and is_url(self.out) else None
 
 
@@ -303,16 +304,7 @@ def _show_plan(
     out, size = _folder(common, source, output), common.shard_bytes
     if common.url and not any(step.pending for step in output.steps):
         is_delivered(output, size, common.url)  # raises where the URL holds something else
-    planned = dry_run.describe(
-        source,
-        output,
-        out,
-        max_shard_size=size,
-        verify=not common.no_verify,
-        hardlink=hardlink,
-        finetune=common.finetune,
-        trust_remote_code=common.trust_remote_code,
-    )
+    planned = dry_run.describe(source, output, _request(common, out, hardlink))
     if common.url:
         planned |= {"out": common.url, "staged": str(out)}
     if common.as_json:
@@ -329,6 +321,21 @@ def _folder(common: CommonOptions, source: Checkpoint, output: Checkpoint) -> Pa
     if common.url:
         return Path(f"{common.url.rstrip('/').rpartition('/')[2]}.staged")
     return Path(common.out) if common.out else default_out(source, suffix(output))
+
+
+def _request(common: CommonOptions, out: Path, hardlink: bool) -> Request:
+    from surgery.workflow.request import Request
+
+    return Request(
+        out=out,
+        max_shard_size=common.shard_bytes,
+        hardlink=hardlink,
+        verify=not common.no_verify,
+        allow_nonfinite=common.allow_nonfinite,
+        finetune=common.finetune or {},
+        trust_remote_code=common.trust_remote_code,
+        command=command_line(),
+    )
 
 
 def _convert(
@@ -349,20 +356,8 @@ def _convert(
             else:
                 screen.show(f"{common.url} has all of it already")
             return 0
-    result = convert(
-        source,
-        output,
-        out,
-        max_shard_size=common.shard_bytes,
-        hardlink=hardlink,
-        verify=not common.no_verify,
-        allow_nonfinite=common.allow_nonfinite,
-        finetune=common.finetune,
-        trust_remote_code=common.trust_remote_code,
-        command=command_line(),
-        observer=observer,
-        group=group,
-    )
+    asked = _request(common, out, hardlink)
+    result = convert(source, output, asked, observer=observer, group=group)
     # Only the first of several processes has a result.
     return 0 if result is None else _deliver(common, result, observer)
 

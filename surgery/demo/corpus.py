@@ -97,8 +97,9 @@ def _turns(domain: str, part: Part, size: int) -> Iterator[str]:
 def mixed(part: Part, bytes_each: int) -> str:
     """Return up to `bytes_each` bytes of every domain, always next of the one with the least yet.
 
-    They come in pieces of at most PIECE characters, so any beginning of the text holds about as much of
-    each domain, until one has no more. A small amount already draws on many works of a domain.
+    They come in pieces of at most PIECE characters, so any beginning of the text holds about as
+    much of each domain, until one has no more. A small amount already draws on many works of a
+    domain.
     """
     waiting = {domain: _turns(domain, part, bytes_each) for domain in DOMAINS}
     taken = dict.fromkeys(DOMAINS, 0)

@@ -58,8 +58,8 @@ def require_language_model(checkpoint: Checkpoint, known: Mapping[str, Any]) -> 
     inner = (checkpoint.config.get("text_config") or {}).get("model_type")
     if inner in known and outer not in known:
         raise SurgeryError(
-            f"{outer} is multimodal: {name or 'its class'} wraps a {inner} beside other towers, and "
-            "this form of it is not known",
+            f"{outer} is multimodal: {name or 'its class'} wraps a {inner} beside other towers, "
+            "and this form of it is not known",
             f"give a text-only {inner}; of multimodal models, gemma3 and llama4 are known",
         )
 

@@ -76,7 +76,7 @@ class Family:
 
     @property
     def gathered(self) -> Family:
-        """The family after custom code has gathered the loose parts of its MLP in one module.
+        """Return the family after custom code has gathered the parts of its MLP in one module.
 
         The module takes the place of the first part (see blocks/gathered_mlp.py).
         """
@@ -86,7 +86,7 @@ class Family:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate."""
+        """Return whether the MLP has a gate."""
         return self.gate is not None
 
     def require_dense(self) -> None:
@@ -101,5 +101,5 @@ class Family:
 
     @property
     def is_moe(self) -> bool:
-        """Whether the family is a mixture of experts."""
+        """Return whether the family is a mixture of experts."""
         return self.experts is not None

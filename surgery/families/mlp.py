@@ -41,7 +41,7 @@ class Mlp:
 
     @property
     def width(self) -> int:
-        """The number of neurons, F."""
+        """Return the number of neurons, F."""
         return self.up.shape[0]
 
     def by_neuron(self, function: Callable[[LazyTensor], LazyTensor]) -> Mlp:
@@ -77,13 +77,13 @@ class Blocks:
 
     @property
     def activation(self) -> str:
-        """The name of the MLPs' activation."""
+        """Return the name of the MLPs' activation."""
         stated = self.checkpoint.text_config.get(self.family.activation_key)
         return str(stated or self.family.activation)
 
     @property
     def residual_multiplier(self) -> float:
-        """The factor of an MLP's output where it is added to the residual stream (Granite)."""
+        """Return the factor of an MLP's output in the residual stream (Granite)."""
         return float(self.checkpoint.text_config.get("residual_multiplier") or 1.0)
 
     def names(self, index: int) -> list[str]:

@@ -60,32 +60,32 @@ class Shape:
 
     @property
     def shards(self) -> int:
-        """The routed experts that make up a copy."""
+        """Return the routed experts that make up a copy."""
         return self.granularity - self.shared if self.granularity > 1 else 1
 
     @property
     def copies(self) -> int:
-        """The copies of the MLP among the routed experts, N."""
+        """Return the copies of the MLP among the routed experts, N."""
         return self.experts // self.shards
 
     @property
     def active_copies(self) -> int:
-        """The copies that a token passes."""
+        """Return the copies that a token passes."""
         return self.top_k // self.shards
 
     @property
     def expert_width(self) -> int:
-        """The intermediate_size of an expert."""
+        """Return the intermediate_size of an expert."""
         return self.width // self.granularity
 
     @property
     def halved(self) -> bool:
-        """Whether the shared expert is a whole copy, so that it gives half of the output."""
+        """Return whether the shared expert is a whole copy, so that it gives half of the output."""
         return self.granularity == 1 and self.shared > 0
 
     @property
     def factor(self) -> float:
-        """The factor of the routed experts' output, where their weights sum to one."""
+        """Return the factor of the routed experts' output, where their weights sum to one."""
         return 0.5 if self.halved else float(self.shards)
 
 

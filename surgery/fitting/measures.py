@@ -1,4 +1,4 @@
-"""Measure an MLP on rows: what it misses of their targets, and how many of its products are zero."""
+"""Measure an MLP on rows: what it misses of their targets, and how many products are zero."""
 
 from __future__ import annotations
 

@@ -94,13 +94,13 @@ class Options:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """The active parts: one number for every layer, or one for each."""
+        """Return the active parts: one number for every layer, or one for each."""
         active = usual(self.experts, self.shared) if self.active is None else self.active
         return [active] if isinstance(active, int) else active
 
     @property
     def fits(self) -> str:
-        """The repair: none with all parts active, where nothing is lost."""
+        """Return the repair: none with all parts active, where nothing is lost."""
         return "none" if average(self.numbers) == self.experts else self.repair
 
 
@@ -119,7 +119,7 @@ class Job:
 
     @property
     def split(self) -> ExpertSplit:
-        """That of the first layer: the others differ in `active` and `bypass` at most."""
+        """Return the split of the first layer; others differ in `active` and `bypass` at most."""
         return self.splits[self.layers[0]]
 
     @property
@@ -128,19 +128,19 @@ class Job:
 
     @property
     def active(self) -> int | list[int]:
-        """The active parts: one number for every layer, or one for each where they differ."""
+        """Return the active parts: one number for all layers, or one for each if they differ."""
         each = [split.active for split in self.splits.values()]
         return each if len(set(each)) > 1 else each[0]
 
     @property
     def part(self) -> float:
-        """The part of the neurons that a token passes."""
+        """Return the part of the neurons that a token passes."""
         splits = self.splits.values()
         return sum(s.active for s in splits) / sum(s.experts for s in splits)
 
     @property
     def entries(self) -> list[dict[str, Any]]:
-        """The `surgery_blocks` entries: one for all layers that are split alike."""
+        """Return the `surgery_blocks` entries: one for all layers that are split alike."""
         config, alike = self.blocks.checkpoint.config, dict[Any, list[int]]()
         for index, split in self.splits.items():
             sparse = block_config.sparse_entry_of(config, index)
@@ -450,12 +450,13 @@ def _run(job: Job, work: Work, progress: Progress) -> None:
             _fit(job, index, None, "cpu", work)
             progress(1)
         return
-    from surgery.calibration.install import fit_layers
+    from surgery.calibration.install import fit_layers, read_text
 
     def fit(fitting: Fitting) -> None:
         _fit(job, fitting.index, fitting.rows, fitting.layer.device, work)
 
-    fit_layers(job.blocks, job.calibration, job.layers, work, progress, fit=fit)
+    reading = read_text(job.blocks, job.calibration, work)
+    fit_layers(reading, job.layers, work, progress, fit)
 
 
 def _fit(job: Job, index: int, rows: Rows | None, device: str, work: Work) -> None:
@@ -557,8 +558,8 @@ OPERATION = Operation(
     done=_done,
     why="The neurons that one token needs stand together in experts of their own, so that a "
     "router can leave the others unread.",
-    limits="It was not trained after the conversion: tokens that a router sends elsewhere lose what "
-    "the other neurons computed.",
+    limits="It was not trained after the conversion: tokens that a router sends elsewhere lose "
+    "what the other neurons computed.",
     suffix=_suffix,
     papers=_papers,
     tags=("mixture-of-experts", "moefication"),

@@ -15,8 +15,9 @@ _EXPONENT = {"BF16": 8, "F16": 5, "F32": 8, "F64": 11}
 
 
 def cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    """Every floating-point tensor in `dtype` ("bfloat16", "fp16", …), and the config's dtype with
-    it.
+    """Store every floating-point tensor in `dtype` ("bfloat16", "fp16", …).
+
+    The dtype of the config changes with them.
     """
     name = SHORT.get(dtype) or NAMES.get(dtype)
     if name is None:

@@ -139,12 +139,12 @@ class Options:
 
     @property
     def auto(self) -> bool:
-        """Whether layers are chosen by what they cost."""
+        """Return whether layers are chosen by what they cost."""
         return self.layers == "auto"
 
     @property
     def fitted(self) -> bool:
-        """Whether the memory is fitted on text."""
+        """Return whether the memory is fitted on text."""
         return self.init in ("slots", "fit")
 
     def size(self, name: str) -> int:
@@ -524,7 +524,7 @@ def _table(job: _Job, work: Work | None, entry: Mapping[str, Any], name: str, dt
 
 
 def _promised(work: Work, index: int, mlp: Mlp, width: int) -> Mlp:
-    """The neurons that are kept, in Linear's layout."""
+    """Return the neurons that are kept, in Linear's layout."""
     shapes = {
         "gate": (width, mlp.down.shape[0]),
         "up": (width, mlp.down.shape[0]),
@@ -564,12 +564,13 @@ def _work(job: _Job) -> Work:
 
 def _calibrate(job: _Job, work: Work, progress: Progress) -> None:
     """Walk as far as the last of the layers, fitting each on what those before it give."""
-    from surgery.calibration.install import fit_layers
+    from surgery.calibration.install import fit_layers, read_text
 
     def fit(fitting: Fitting) -> None:
         _fit(job, fitting, work)
 
-    fit_layers(job.blocks, job.options.calibration, job.layers, work, progress, fit=fit)
+    reading = read_text(job.blocks, job.options.calibration, work)
+    fit_layers(reading, job.layers, work, progress, fit)
 
 
 def _fit(job: _Job, fitting: Fitting, work: Work) -> None:

@@ -76,13 +76,13 @@ class Operation:
 
     @property
     def options(self) -> schema.Schema:
-        """The JSON schema of its options, from the signature and docstring of its function."""
+        """Return the JSON schema of its options, from signature and docstring of its function."""
         names = {"Checkpoint": str, "Calibration": Calibration}
         return schema.of_function(self.function, names)
 
     @property
     def calibrates(self) -> bool:
-        """Whether it takes calibration text."""
+        """Return whether it takes calibration text."""
         return "calibration" in inspect.signature(self.function).parameters
 
     def described(self, parameters: Parameters) -> str:

@@ -95,7 +95,7 @@ class Options:
 
     @property
     def wanted(self) -> float | None:
-        """The sparsity that thresholds are chosen for; None where they are given."""
+        """Return the sparsity that thresholds are chosen for; None where they are given."""
         if self.threshold is None and self.sparsity is None:
             return self.swap.sparsity
         return self.sparsity
@@ -115,12 +115,12 @@ class _Job:
 
     @property
     def act(self) -> str:
-        """The function in the rule, a name of ACT2FN."""
+        """Return the function in the rule, a name of ACT2FN."""
         return self.options.swap.act or self.blocks.activation
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """The norms that a ReLU follows, by path in a decoder layer."""
+        """Return the norms that a ReLU follows, by path in a decoder layer."""
         return self.blocks.family.pre_norms if self.options.stage == 2 else ()
 
     @property
@@ -134,7 +134,7 @@ class _Job:
 
     @property
     def turns(self) -> bool:
-        """Whether neurons may change their sign.
+        """Return whether neurons may change their sign.
 
         That is free, and decides what a ReLU of `up` keeps.
         """
@@ -142,7 +142,7 @@ class _Job:
 
     @property
     def fitted(self) -> tuple[str, ...]:
-        """The parts of an MLP that the repair changes."""
+        """Return the parts of an MLP that the repair changes."""
         gate = ("gate",) if self.blocks.family.gated else ()
         ridge = ("up", "down") if self.turns else ("down",)
         found = {"none": (), "ridge": ridge, "reconstruct": (*gate, "up", "down")}
@@ -150,12 +150,15 @@ class _Job:
 
     @property
     def biased(self) -> bool:
-        """Whether the repair also fits a bias of the output."""
+        """Return whether the repair also fits a bias of the output."""
         return self.options.repair != "none" and not (self.native and not self.shifts)
 
     @property
     def entry(self) -> dict[str, Any]:
-        """The `surgery_blocks` entry of the layers. Raises SurgeryError where no block fits."""
+        """Return the `surgery_blocks` entry of the layers.
+
+        Raises SurgeryError where no block fits.
+        """
         options = block_config.Sparse(
             rule=self.options.swap.rule,
             activation=self.act,
@@ -410,22 +413,13 @@ def _work(job: _Job) -> Work:
 
 def _calibrate(job: _Job, work: Work, progress: Progress) -> None:
     """Walk the model, converting each layer on what the converted ones before it give."""
-    from surgery.calibration.install import fit_layers
+    from surgery.calibration.install import fit_layers, read_text
 
-    def first(sample: Sample) -> None:
-        greedy = job.options.allocation == "greedy" and job.options.wanted is not None
-        if greedy and "allocation" not in work.report:
-            work.note("allocation", _allocate(job, sample))
-
-    fit_layers(
-        job.blocks,
-        job.options.calibration,
-        job.layers,
-        work,
-        progress,
-        fit=lambda fitting: _fit(job, fitting, work),
-        first=first,
-    )
+    reading = read_text(job.blocks, job.options.calibration, work)
+    greedy = job.options.allocation == "greedy" and job.options.wanted is not None
+    if greedy and "allocation" not in work.report:
+        work.note("allocation", _allocate(job, reading.sample))
+    fit_layers(reading, job.layers, work, progress, lambda fitting: _fit(job, fitting, work))
 
 
 def _allocate(job: _Job, sample: Sample) -> dict[str, float]:
@@ -554,8 +548,8 @@ OPERATION = Operation(
     summary="Make the MLPs sparse: ReLU and kin, repaired.",
     done=_done,
     why="With an activation that gives exact zeros, most neurons of a token need no rows of "
-    "up_proj and down_proj: what is zero need not be read, and reading weights is what decoding spends its "
-    "time on.",
+    "up_proj and down_proj: what is zero need not be read, and reading weights is what decoding "
+    "spends its time on.",
     limits="It was not trained after the conversion, and is worse than its source, more so outside "
     "the domains that it was calibrated on. Zeros save time only in a runtime that skips them.",
     suffix=_suffix,

@@ -43,17 +43,17 @@ class _Job:
 
     @property
     def exact(self) -> bool:
-        """Whether the new function is added to the activation, and begins at zero."""
+        """Return whether the new function is added to the activation, and begins at zero."""
         return self.kind != "linear"
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of a layer's coefficients."""
+        """Return the shape of a layer's coefficients."""
         return self.rows, {"spline": self.grid - 3, "linear": self.grid + 1}.get(self.kind, 10)
 
     @property
     def entry(self) -> dict[str, Any]:
-        """The `surgery_blocks` entry of the layers."""
+        """Return the `surgery_blocks` entry of the layers."""
         spec = {"function": self.kind, "grid": self.grid, "range": self.range, "groups": self.rows}
         slopes = {} if self.exact else {"slopes": _slopes(self.blocks.activation)}
         return block_config.entry(self.blocks.family, "spline", self.layers, **spec, **slopes)
@@ -155,7 +155,7 @@ def _check(
 
 
 def _knots(act: str, reach: float, shape: tuple[int, int]) -> LazyTensor:
-    """The activation at equal steps from -reach to reach, in every row."""
+    """Return the activation at equal steps from -reach to reach, in every row."""
 
     def make() -> Tensor:
         import torch
@@ -169,7 +169,7 @@ def _knots(act: str, reach: float, shape: tuple[int, int]) -> LazyTensor:
 
 
 def _slopes(act: str) -> list[float]:
-    """The slopes that the activation has far to the left and to the right."""
+    """Return the slopes that the activation has far to the left and to the right."""
     import torch
     from transformers.activations import ACT2FN
 

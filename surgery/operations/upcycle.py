@@ -21,7 +21,7 @@ from surgery.blocks import block_config
 from surgery.blocks.custom_code import NEEDS_TRUST, with_blocks, with_gathered_mlps
 from surgery.blocks.paper import Paper
 from surgery.blocks.preconditions import chosen_layers, require_plain, require_whole
-from surgery.calibration.routers import Beginning, Mixture, router_rows, work_of
+from surgery.calibration.routers import Beginning, Mixture, drawn_rows, each_row, work_of
 from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, LazyTensor, Step, Work
 from surgery.checkpoint.compat import complete
@@ -82,7 +82,7 @@ class Start:
 
     @property
     def copies(self) -> bool:
-        """Whether the experts are the source's MLP and nothing else."""
+        """Return whether the experts are the source's MLP and nothing else."""
         return not (self.drop or self.noise or self.models)
 
     @property
@@ -167,7 +167,7 @@ class _Job:
 
     @property
     def router(self) -> str:
-        """The path of a router's rows in a decoder layer."""
+        """Return the path of a router's rows in a decoder layer."""
         path = self.choice.target.router
         return path if self.choice.target.place else path.replace("mlp", self.source.family.mlp, 1)
 
@@ -359,7 +359,12 @@ def _block(job: _Job, index: int, work: Work | None) -> dict[str, LazyTensor]:
     layer, mlp = job.trunk.layer(index), job.trunk.mlp(index)
     dtype, hidden = mlp.up.dtype, mlp.up.shape[1]
     name, kept_in = layer + job.router, "F32" if target.router_fp32 else dtype
-    rows = router_rows(job.start.router, name, index, shape, hidden, kept_in, work)
+    size = (shape.copies, hidden)
+    if work is None:
+        rows = drawn_rows(job.start.router, name, size, kept_in)
+    else:
+        rows = work.promise(str(index), "F32", size).cast(kept_in)
+    rows = each_row(rows, shape.shards)  # The parts of a copy follow one another.
     if target.place is None:
         return {**job.trunk.restored(index, _wide(job, index)), name: rows}
     new = target.place(_experts(job, index))

@@ -11,6 +11,7 @@ from torch import Tensor
 from surgery.checkpoint import Checkpoint, Progress
 from surgery.checkpoint.row import Row
 
+TOKENS = 2048  # of each text
 SHORT = {
     torch.float64: "fp64",
     torch.float32: "fp32",
@@ -39,13 +40,13 @@ class Comparison:
     exact: bool
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
-    tokens: int = 2048
+    tokens: int = TOKENS
     allow_nonfinite: bool = False
     progress: Progress = lambda n: None
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype that the output is stored and loaded in."""
+        """Return the dtype that the output is stored and loaded in."""
         name = self.output.config.get("dtype") or self.output.config.get("torch_dtype")
         found: torch.dtype = getattr(torch, str(name or "float32"))
         return found

@@ -5,19 +5,21 @@ Shapes: b sequences of a batch, n positions, V vocab_size.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
 from torch import Tensor
 
 from surgery.calibration.walk import Walk
-from surgery.checkpoint import Checkpoint, Progress, constant
+from surgery.checkpoint import Checkpoint, constant
 from surgery.families import locate
+from surgery.proof.comparison import Comparison
 
 PARITY = 1e-5  # of max(1, std of the source logits)
 
 
-class Comparison:
+class LogitSums:
     """Sums over the logits of both models on `sequences` rows of ids, for the verification's rows.
 
     In `not_finite` and `nll` the source comes first, then the output.
@@ -53,12 +55,12 @@ class Comparison:
 
     @property
     def delta(self) -> float:
-        """The largest max|Δ| of a sequence."""
+        """Return the largest max|Δ| of a sequence."""
         return self.deltas.max().item()
 
     @property
     def limit(self) -> float:
-        """What the largest difference is held to."""
+        """Return what the largest difference may be at most."""
         mean = self.total / self.count
         return PARITY * max(1.0, math.sqrt(max(0.0, self.squares / self.count - mean * mean)))
 
@@ -73,21 +75,11 @@ class Pair:
     `last` is the last converted layer, whose MLP the control zeroes.
     """
 
-    def __init__(
-        self,
-        source: Checkpoint,
-        output: Checkpoint,
-        input_ids: Tensor,
-        *,
-        dtype: torch.dtype,
-        device: str,
-        last: int,
-        progress: Progress,
-    ) -> None:
-        self.input_ids, self.dtype, self.device = input_ids, dtype, device
-        self.last, self.progress = last, progress
+    def __init__(self, models: Comparison, input_ids: Tensor, last: int) -> None:
+        self.models, self.input_ids, self.last = models, input_ids, last
         self.source, self.output = (
-            Walk(c, input_ids, dtype=dtype, device=device) for c in (source, output)
+            Walk(c, input_ids, dtype=models.dtype, device=models.device)
+            for c in (models.source, models.output)
         )
         # The hidden states of the first batch as they enter layer `last` of the output.
         self.before_last: list[Tensor] = []
@@ -96,12 +88,12 @@ class Pair:
                 if walk is self.output and layer.index == last:
                     self.before_last = layer.hidden[:1]
                 layer.run()
-                progress(1)
+                models.progress(1)
         self.compared = self._compare(self.source, self.output)
 
     @property
     def worst(self) -> int:
-        """The number of the sequence where they differ most."""
+        """Return the number of the sequence where they differ most."""
         return int(self.compared.deltas.argmax())
 
     def rounding(self, narrow: Pair) -> float:
@@ -116,17 +108,10 @@ class Pair:
 
     def in_fp64(self) -> Pair:
         """Walk both again in fp64, on the sequence where they differ most."""
-        worst = self.worst
-        device = "cpu" if self.device.startswith("mps") else self.device  # MPS has no fp64
-        return Pair(
-            self.source.checkpoint,
-            self.output.checkpoint,
-            self.input_ids[worst : worst + 1],
-            dtype=torch.float64,
-            device=device,
-            last=self.last,
-            progress=self.progress,
-        )
+        device = self.models.device
+        place = "cpu" if device.startswith("mps") else device  # MPS has no fp64
+        wide = dataclasses.replace(self.models, dtype=torch.float64, device=place)
+        return Pair(wide, self.input_ids[self.worst : self.worst + 1], self.last)
 
     def control(self) -> float:
         """Return max|Δ| on the first batch with the MLP of layer `last` zeroed in the output.
@@ -136,12 +121,12 @@ class Pair:
         zeroed = self.output.fork(without_mlp(self.output.checkpoint, self.last), self.before_last)
         for layer in zeroed.steps(start=self.last):
             layer.run()
-            self.progress(1)
+            self.models.progress(1)
         source = self.source.fork(self.source.checkpoint, self.source.hidden[:1])
         return self._compare(source, zeroed).delta
 
-    def _compare(self, source: Walk, output: Walk) -> Comparison:
-        compared = Comparison(len(self.input_ids))
+    def _compare(self, source: Walk, output: Walk) -> LogitSums:
+        compared = LogitSums(len(self.input_ids))
         for ((rows, positions), a), (_, b) in zip(source.logits(), output.logits(), strict=True):
             following = slice(positions.start + 1, positions.stop + 1)
             logits = (a, b) if a.dtype == torch.float64 else (a.float(), b.float())

@@ -42,7 +42,7 @@ class Quality:
 
     @property
     def sparsity(self) -> float:
-        """The mean fraction of zeros over the layers that have an MLP."""
+        """Return the mean fraction of zeros over the layers that have an MLP."""
         known = [z for z in self.zeros if not math.isnan(z)]
         return sum(known) / len(known) if known else math.nan
 

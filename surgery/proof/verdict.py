@@ -38,7 +38,7 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """How many times the source's perplexity that of the output is."""
+        """Return the perplexity of the output over that of the source."""
         return self.after / self.before
 
     def __str__(self) -> str:

@@ -28,23 +28,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from surgery.analysis.sparsity import REMAINING
 from surgery.analysis.weigh import Tally, weigh
 from surgery.blocks.rules import RULES
 from surgery.calibration.data import Sample, sample_ids
 from surgery.calibration.stock import NameReport, check_names, parse_config, unknown_fields
-from surgery.checkpoint import Checkpoint, LazyTensor, Progress
+from surgery.checkpoint import Checkpoint, LazyTensor
 from surgery.checkpoint.row import Row
 from surgery.families import locate
 from surgery.proof import quality
-from surgery.proof.comparison import SHORT, Check, Comparison
+from surgery.proof.comparison import SHORT, TOKENS, Check, Comparison
 from surgery.proof.parity import Pair
 from surgery.proof.verdict import NOT_COMPARABLE
 
 LENGTH, WINDOW_MARGIN = 512, 64
-TOKENS = 2048  # of each text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +58,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether every row passed."""
+        """Return whether every row passed."""
         return all(row.passed for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,21 +78,14 @@ def require_text(source: Checkpoint, output: Checkpoint) -> None:
 
 
 def verify(
-    source: Checkpoint,
-    output: Checkpoint,
+    pair: Comparison,
     *,
-    exact: bool,
     layers: Sequence[int] | None = None,
     beside: Mapping[str, Checkpoint] | None = None,
     checks: Iterable[Check] = (),
-    tokens: int = TOKENS,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
     first: Iterable[Row] = (),
-    allow_nonfinite: bool = False,
-    progress: Progress = lambda n: None,
 ) -> Verification:
-    """Compare `output` with the `source` it was made from.
+    """Compare the output of a conversion with its source.
 
     1. Names and shapes are checked against the model class. What does not fit it could not run, so
        that ends the verification.
@@ -104,37 +94,24 @@ def verify(
     3. The checks that the operations bring follow, where nothing has failed so far.
 
     Args:
-        exact: whether the conversion claims to keep the function.
+        pair: the two models, and how they are compared.
         layers: those whose MLP was converted; by default all.
         beside: further models by name, whose quality is shown beside that of the two, like the
-            change of an activation without its repair. Ignored where `exact`.
+            change of an activation without its repair. Ignored where the output is exact.
         checks: what the operations of the conversion check themselves.
-        tokens: how many tokens of each text are run.
         first: rows of checks that were made before; they come first.
-        allow_nonfinite: whether a source whose logits are NaN or Inf, with which nothing can be
-            compared, passes all the same.
-        progress: is told of each layer that was run.
     """
-    pair = Comparison(
-        source=source,
-        output=output,
-        exact=exact,
-        dtype=dtype,
-        device=device,
-        tokens=tokens,
-        allow_nonfinite=allow_nonfinite,
-        progress=progress,
-    )
-    names = [*name_rows(check_names(source), check_names(output)), *unknown_rows(output)]
+    given, found = check_names(pair.source), check_names(pair.output)
+    names = [*name_rows(given, found), *unknown_rows(pair.output)]
     rows, sample = [*first, *names], None
     if all(row.passed for row in names):
-        measured = _exactness(pair, layers) if exact else _quality(pair, beside or {})
+        measured = _exactness(pair, layers) if pair.exact else _quality(pair, beside or {})
         sample = measured.sample
         rows += measured.rows
         if all(row.passed for row in measured.rows) and not _uncomparable(measured.rows):
             rows += [row for check in checks for row in check(pair, sample.input_ids)]
-    name = str(dtype).removeprefix("torch.")
-    return Verification(rows=tuple(rows), exact=exact, dtype=name, sample=sample)
+    name = str(pair.dtype).removeprefix("torch.")
+    return Verification(rows=tuple(rows), exact=pair.exact, dtype=name, sample=sample)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,15 +127,7 @@ def _exactness(pair: Comparison, layers: Sequence[int] | None) -> _Measured:
     length = sequence_length(pair.source, pair.output, exact=True)
     sample = sample_ids(pair.source, tokens=pair.tokens, sequence_length=length)
     last = max(range(locate(pair.output).count) if layers is None else layers)
-    logits = Pair(
-        pair.source,
-        pair.output,
-        sample.input_ids,
-        dtype=pair.dtype,
-        device=pair.device,
-        last=last,
-        progress=pair.progress,
-    )
+    logits = Pair(pair, sample.input_ids, last)
     rows = list(_rows(logits, sample, pair.allow_nonfinite))
     return _Measured(rows=rows, sample=sample)
 
@@ -372,7 +341,7 @@ def _rows(pair: Pair, sample: Sample, allow_nonfinite: bool) -> Iterator[Row]:
 def _parity(pair: Pair) -> Iterator[Row]:
     """Hold the largest difference and the control to the limit, in fp64 where fp32 cannot tell."""
     value, limit = pair.compared.delta, pair.compared.limit
-    kind = SHORT[pair.dtype]
+    kind = SHORT[pair.models.dtype]
     if value > limit and kind != "fp64":
         check = f"logits max|Δ| in {kind}, more than {limit:.3g}: fp64 decides"
         yield Row(key="logits.undecided", check=check, value=value)

@@ -75,7 +75,7 @@ def renamed(folder: Path, name: str) -> dict[str, bytes]:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether the folder has a card as it was written here."""
+    """Return whether the folder has a card as it was written here."""
     path = folder / NAME
     if not path.is_file() or path.is_symlink():
         return False
@@ -280,7 +280,7 @@ def _base(
 
 
 def _is_id(location: str) -> bool:
-    """Whether a location has the form of a Hub id, OWNER/NAME."""
+    """Return whether a location has the form of a Hub id, OWNER/NAME."""
     shaped = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", location, re.ASCII) is not None
     return shaped and not location.startswith((".", "/"))
 

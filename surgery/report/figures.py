@@ -163,7 +163,7 @@ def heat_map(a: Analysis) -> Figure | None:
     rows = [_binned(rate.sort(descending=True).values, COLUMNS).tolist() for rate in found.values()]
     height = max(3.0, min(34.0, 330 / len(rows)))
     x, bottom = Scale(0, 1, LEFT, WIDTH - 8), TOP + height * len(rows)
-    body = cells(rows, x.start, x.end, TOP, height, most=1.0)
+    body = cells(rows, (x.start, x.end), TOP, height, most=1.0)
     body += row_labels(list(found), TOP, height)
     for value, words in QUARTERS.items():
         body += text(x(value), bottom + 16, words, "tick", "middle" if value < 1 else "end")
@@ -311,7 +311,7 @@ def router_load(a: Analysis) -> Figure | None:
     rows = [(r.load.double() * r.experts / r.load.sum()).tolist() for r in routers.values()]
     height, most = max(4.0, min(26.0, 300 / len(rows))), max(max(row) for row in rows)
     bottom, experts = TOP + height * len(rows), max(len(row) for row in rows)
-    body = cells(rows, LEFT, WIDTH - 8, TOP, height, most=most, tone="routed")
+    body = cells(rows, (LEFT, WIDTH - 8), TOP, height, most=most, tone="routed")
     body += row_labels(list(routers), TOP, height)
     x = Scale(0, experts, LEFT, WIDTH - 8)
     for expert in range(0, experts, max(1, experts // 8)):

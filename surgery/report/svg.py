@@ -180,19 +180,20 @@ def apart(heights: Sequence[float], gap: float = 16.0) -> list[float]:
 
 def cells(
     rows: list[list[float]],
-    left: float,
-    right: float,
+    span: tuple[float, float],
     top: float,
     height: float,
     *,
     most: float,
     tone: str = "rate",
 ) -> str:
-    """Return a heat map, where opacity is value / most in LEVELS steps.
+    """Return a heat map from the left to the right end of `span`, each row of it `height` high.
 
-    A step is a single path, in which neighbours are joined: a map of many cells stays a small file.
+    Opacity is value / most in LEVELS steps. A step is a single path, in which neighbours are
+    joined: a map of many cells stays a small file.
     """
     found: dict[int, list[str]] = {}
+    left, right = span
     for i, row in enumerate(rows):
         x, y, start = Scale(0, len(row), left, right), Scale(0, 1, top, top + height), 0
         levels = [round(LEVELS * min(1.0, v / most)) for v in row]
@@ -218,7 +219,7 @@ def rect(kind: str, x: float, y: float, width: float, height: float, style: str 
 def ramp(right: float, y: float, low: str, high: str, what: str, tone: str = "rate") -> str:
     """Return the scale of a heat map, to be put above its right end."""
     end = right - 9 * len(high) - 4
-    boxes = cells([[i / 9 for i in range(10)]], end - 80, end, y - 9, 9, most=1.0, tone=tone)
+    boxes = cells([[i / 9 for i in range(10)]], (end - 80, end), y - 9, 9, most=1.0, tone=tone)
     ends = text(end - 86, y, f"{what} {low}", "tick", "end") + text(right, y, high, "tick", "end")
     return boxes + ends
 

@@ -2,6 +2,7 @@
 
 from surgery.storage.reader import open_checkpoint
 from surgery.storage.writer import (
+    Transfer,
     Written,
     add,
     check_place,
@@ -13,6 +14,7 @@ from surgery.storage.writer import (
 )
 
 __all__ = [
+    "Transfer",
     "Written",
     "add",
     "check_place",

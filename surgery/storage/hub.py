@@ -39,7 +39,7 @@ class HubFile:
 
     @property
     def missing(self) -> int:
-        """The bytes that `path` would download: all of the file or none."""
+        """Return the bytes that `path` would download: all of the file or none."""
         blob = _cache_folder() / f"models--{self.repo.replace('/', '--')}" / "blobs" / self.blob
         return 0 if blob.is_file() else self.size
 
@@ -190,8 +190,8 @@ _STATUSES = {
     ),
     403: (
         "this account may not read {repo}",
-        "accept its terms on its page on the Hub if it is gated, and give a token that may read it: "
-        "one that is fine-grained must name it",
+        "accept its terms on its page on the Hub if it is gated, and give a token that may read "
+        "it: one that is fine-grained must name it",
     ),
     404: (
         "the Hub has nothing at the address asked for {repo}",

@@ -160,8 +160,8 @@ def _read(file: File) -> dict[str, Any]:
 # --- the table ------------------------------------------------------------------------------------
 
 _ADAPTER = (
-    "load {found} and the adapter with peft, call merge_and_unload() and save_pretrained(), and give "
-    "that folder"
+    "load {found} and the adapter with peft, call merge_and_unload() and save_pretrained(), and "
+    "give that folder"
 )
 _HF = "give the Hugging Face version of the model"
 DISGUISED = (

@@ -1,8 +1,8 @@
 """Prefixes that wrappers of a training put before the names of tensors.
 
-A wrapped model saves its tensors under other names than its class reads: `module.model.norm.weight`.
-They are refused unless the user asks for the prefix to be stripped, because a name that is changed
-silently could be the wrong one.
+A wrapped model saves its tensors under other names than its class reads, like
+`module.model.norm.weight`. They are refused unless the user asks for the prefix to be stripped,
+because a name that is changed silently could be the wrong one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Several processes at one output: those that torchrun, accelerate launch or whatever sets RANK and
-WORLD_SIZE started.
+"""Let several processes share the work on one output.
 
-They talk through the launcher's key-value store alone (torch's TCPStore). There is no process
-group: what the first computes by itself, a calibration or the verification, stays its own. Each
-counts on while it lives, so that nobody waits
-for one that is gone, and one that fails says why before it ends: the first prints it.
+torchrun, accelerate launch, or anything else that sets RANK and WORLD_SIZE starts them. They talk
+through the launcher's key-value store alone (torch's TCPStore). There is no process group unless
+`share_tensors` makes one, so what rank 0 computes by itself, such as a calibration or the
+verification, needs no other rank.
+
+Each process counts its heartbeats in the store, so that nobody waits for one that is gone. A
+process that fails stores its error before it ends, and rank 0 prints it.
 """
 
 from __future__ import annotations
@@ -21,56 +23,69 @@ from typing import Any, TypeVar, cast
 from surgery.checkpoint import Progress
 from surgery.errors import ReportedElsewhere, SurgeryError
 
-BEAT = 2.0  # seconds between two signs of life
-SILENCE = 120.0  # without one: gone
-ARRIVAL = 300  # for all of them to come
-HEARD = 15.0  # for the first to print another's failure
-GLANCE = 0.2  # between two looks at the store
+BEAT = 2.0  # seconds between two heartbeats
+SILENCE = 120.0  # seconds without a heartbeat after which a process counts as gone
+ARRIVAL = 300  # seconds in which all processes must have started
+HEARD = 15.0  # seconds that a failed process waits for rank 0 to read its error
+GLANCE = 0.2  # seconds between two looks at the store
+CLOSING = 5.0  # seconds that the end of a run waits for its last heartbeat
 
 T = TypeVar("T")
 
 
 class Group:
-    """The processes of a run, seen from one of them; this class is one alone. `rank` 0 is the
-    first.
+    """The processes of a run, as one of them sees them.
+
+    This class is the group of a process that runs alone; `Together` is one of several.
     """
 
     rank, size = 0, 1
 
     def gather(self, value: Any) -> list[Any]:
-        """To the first, the value of each, by rank; elsewhere nothing. Values are JSON."""
+        """Return the values of all processes by rank on rank 0, and [] on the others.
+
+        Values must be JSON.
+        """
         return [value]
 
     def broadcast(self, value: T) -> T:
-        """The value of the first."""
+        """Return the value that rank 0 passes."""
         return value
 
     def first(self, function: Callable[[], T]) -> T:
-        """Run `function` in the first process alone, and return its value in all of them."""
+        """Run `function` on rank 0 alone, and return its value on every rank."""
         return self.broadcast(function()) if not self.rank else self.broadcast(cast(T, None))
 
     def counting(self, progress: Progress) -> Progress:
-        """A `progress` for this process's units; in the first `progress` is told those of all."""
+        """Return a callback for the units of this process.
+
+        On rank 0 it reports the units of all processes to `progress`.
+        """
         return progress
 
     def share_tensors(self) -> None:
-        """Let `torch.distributed` merge tensors among the processes, over the same store."""
+        """Start a process group, by which `torch.distributed` merges tensors of the processes."""
 
     def fail(self, error: Exception) -> bool:
-        """Say why this process ends; whether the first prints it."""
+        """Store why this process ends, and return whether rank 0 prints it."""
         return False
+
+    def close(self) -> None:
+        """Stop the heartbeat. Called at the end of a run."""
 
 
 class Elsewhere(SurgeryError):  # noqa: N818
-    """Another process of the run has failed, or is gone."""
+    """Raised where another process of the run has failed or is gone."""
 
 
 class Together(Group):
-    """One of several, around a store as `torch.distributed` has them."""
+    """One of several processes that share a store of `torch.distributed`."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank, self.size, self._store, self._step = rank, size, store, 0
-        threading.Thread(target=self._live, daemon=True).start()
+        self._over = threading.Event()
+        self._heart = threading.Thread(target=self._live, daemon=True)
+        self._heart.start()
 
     def gather(self, value: Any) -> list[Any]:
         self._step += 1
@@ -122,15 +137,23 @@ class Together(Group):
             while not self._store.add("heard", 0) and time.monotonic() < until:
                 time.sleep(GLANCE)
             heard = bool(self._store.add("heard", 0))
-        except RuntimeError:  # the store is gone, and the first with it
+        except RuntimeError:  # The store is gone, and rank 0 with it.
             return False
-        time.sleep(
-            1.0 if heard else 0.0
-        )  # it prints now, and the launcher ends it when this one ends
+        if heard:  # Rank 0 prints now. The launcher would end it as soon as this process ends.
+            time.sleep(1.0)
         return heard
 
+    def close(self) -> None:
+        """Stop the heartbeat.
+
+        A thread that is still inside the C++ store while the interpreter exits aborts the process
+        (SIGABRT), so the run waits for it here.
+        """
+        self._over.set()
+        self._heart.join(CLOSING)
+
     def _wait(self, key: str, rank: int) -> Any:
-        """The value that a process sets. Raises Elsewhere where it will not."""
+        """Return the value that a process sets; raise Elsewhere if it fails or is gone."""
         beats, seen = -1, time.monotonic()
         while not self._call("check", [key]):
             self._look()
@@ -144,7 +167,7 @@ class Together(Group):
         return json.loads(self._call("get", key))
 
     def _look(self) -> None:
-        """Raises Elsewhere where a process has failed."""
+        """Raise Elsewhere if a process has failed."""
         if not self._call("add", "failures", 0):
             return
         rank = next(r for r in range(self.size) if self._call("check", [f"failed/{r}"]))
@@ -162,11 +185,12 @@ class Together(Group):
             ) from e
 
     def _live(self) -> None:
+        """Count heartbeats until the run is over."""
         try:
-            while True:
+            while not self._over.is_set():
                 self._store.add(f"beats/{self.rank}", 1)
-                time.sleep(BEAT)
-        except RuntimeError:  # whoever waits finds out
+                self._over.wait(BEAT)
+        except RuntimeError:  # The store is gone; whoever waits for this process finds out.
             return
 
 
@@ -175,7 +199,11 @@ _AGAIN = "run the same command again: it goes on from the finished shards"
 
 @contextmanager
 def together() -> Iterator[Group]:
-    """The group of this run, which hears of an error that leaves the context."""
+    """Yield the group of this run, and tell the other processes of an error in the context.
+
+    Raises:
+        ReportedElsewhere: instead of an error that rank 0 prints for this process.
+    """
     group = _join()
     try:
         yield group
@@ -183,6 +211,8 @@ def together() -> Iterator[Group]:
         if group.fail(e):
             raise ReportedElsewhere from e
         raise
+    finally:
+        group.close()
 
 
 def _join() -> Group:
@@ -196,19 +226,17 @@ def _join() -> Group:
     try:
         store, number, size = next(rendezvous("env://", timeout=timedelta(seconds=ARRIVAL)))
     except (RuntimeError, ValueError) as e:
+        cause = str(e).splitlines()[0]
         raise SurgeryError(
-            f"WORLD_SIZE is {size} and the processes do not find each other: {str(e).splitlines()[0]}",
+            f"WORLD_SIZE is {size} and the processes do not find each other: {cause}",
             "start all of them with torchrun or accelerate launch; alone, unset WORLD_SIZE",
         ) from e
-    return Together(
-        PrefixStore(f"surgery/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store),
-        number,
-        size,
-    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    return Together(PrefixStore(f"surgery/{attempt}", store), number, size)
 
 
 def divide(sizes: Sequence[int], group: Group) -> list[int]:
-    """Which of these, in their order, are this process's: runs of neighbours, alike in bytes."""
+    """Return the indices of the shards that this process writes: neighbours, balanced by bytes."""
     total, before, own = sum(sizes), 0, []
     for i, size in enumerate(sizes):
         if total and (2 * before + size) * group.size // (2 * total) == group.rank:

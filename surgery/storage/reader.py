@@ -301,7 +301,8 @@ def _ignored(store: Store, read: set[str]) -> list[str]:
     what = others[0] if len(others) == 1 else f"{others[0]} and {len(others) - 1} more files"
     beside = "model.safetensors" if "model.safetensors" in read else f"the {len(read)} shards"
     return [
-        f"of the source's weights these are ignored, as by transformers, which reads {beside}: {what}"
+        f"of the source's weights these are ignored, as by transformers, which reads {beside}: "
+        f"{what}"
     ]
 
 

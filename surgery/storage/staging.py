@@ -54,7 +54,7 @@ class Staging:
 
     @property
     def folder(self) -> Path:
-        """The folder, claimed at the first use."""
+        """Return the folder, claimed at the first use."""
         if self._folder is None:
             self._folder, lock = _claim(cache_home() / "surgery", self.name)
             weakref.finalize(self, _remove, self._folder, lock)

@@ -46,6 +46,21 @@ PATIENCE = 90.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """How bytes get into an output.
+
+    Args:
+        hardlink: whether a shard that equals a source file is linked to it instead of copied, where
+            both are on the same file system.
+        hashed: whether to compute each shard's digest while it is written. Linked shards and those
+            that were finished before are not read for it.
+    """
+
+    hardlink: bool = False
+    hashed: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
     """What `write` has done.
 
@@ -65,8 +80,7 @@ def write(
     out: Path,
     *,
     source: Checkpoint,
-    hardlink: bool = False,
-    hashed: bool = True,
+    transfer: Transfer | None = None,
     progress: Progress = lambda n: None,
     group: Group | None = None,
 ) -> Written:
@@ -76,10 +90,7 @@ def write(
         plan: what to write.
         out: the folder.
         source: the checkpoint that was converted; its folder is never written to.
-        hardlink: whether a shard that equals a source file is linked to it instead of copied, where
-            both are on the same file system.
-        hashed: whether to compute each shard's digest while it is written. Linked shards and those
-            that were finished before are not read for it.
+        transfer: whether shards are linked and hashed; by default they are copied and hashed.
         progress: told the bytes as they are written.
         group: the processes that share the work. On rank 0 `write` returns when everything is
             there, on the other ranks when their own shards are.
@@ -87,9 +98,9 @@ def write(
     Raises SurgeryError, before the first byte, for a folder that holds something else and for a
     disk that is too small; and later where a file cannot be read or written.
     """
-    group = group or Group()
+    group, transfer = group or Group(), transfer or Transfer()
     if not group.rank:
-        _begin(plan, out, source, hardlink)
+        _begin(plan, out, source, transfer.hardlink)
     done = group.broadcast([s.name for s in plan.shards if _has(out / s.name, s.nbytes)])
     if not _appears(out / MARKER, None, group):
         raise SurgeryError(
@@ -101,7 +112,7 @@ def write(
     todo = [s for s in plan.shards if s.name not in done]
     progress = group.counting(progress)
     mine = [todo[i] for i in divide([s.nbytes for s in todo], group)]
-    own = {s.name: _write_shard(s, out, hardlink, hashed, progress) for s in mine}
+    own = {s.name: _write_shard(s, out, transfer, progress) for s in mine}
     digests: dict[str, Digest | None] = {}
     for part in group.gather(own):
         digests |= part
@@ -142,7 +153,7 @@ def add(out: Path, small: Mapping[str, bytes]) -> None:
 
 
 def finish(out: Path, record: dict[str, object], small: Mapping[str, bytes] | None = None) -> None:
-    """Write `small` files and the record, surgery.json, and remove the mark of an unfinished output."""
+    """Write `small` files and the record, and remove the mark of an unfinished output."""
     add(out, small or {})
     _write_small(out, RECORD, dump(record))
     (out / MARKER).unlink(missing_ok=True)
@@ -153,7 +164,7 @@ def finish(out: Path, record: dict[str, object], small: Mapping[str, bytes] | No
 
 
 def check_place(out: Path, source: Checkpoint) -> None:
-    """Raise SurgeryError where nothing may be written: in the source, in the Hub cache, at a file."""
+    """Raise SurgeryError where `out` is in the source or in the Hub cache, or a file."""
     resolved = out.resolve()
     for folder, what in ((source.source.folder, "the source"), (_hub_cache(), "the Hub cache")):
         if folder and resolved.is_relative_to(Path(folder).resolve()):
@@ -328,9 +339,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _write_shard(
-    shard: Shard, out: Path, hardlink: bool, hashed: bool, progress: Progress
-) -> Digest | None:
+def _write_shard(shard: Shard, out: Path, transfer: Transfer, progress: Progress) -> Digest | None:
     """Write one shard under a temporary name, sync it, rename it, and return its digest.
 
     The digest is None where it was not asked for, and for a link.
@@ -338,10 +347,10 @@ def _write_shard(
     partial, digest = _partial(out / shard.name), None
     with _told(out / shard.name):
         partial.unlink(missing_ok=True)  # a link would be written through
-        if hardlink and shard.verbatim and _link(shard.verbatim, partial):
+        if transfer.hardlink and shard.verbatim and _link(shard.verbatim, partial):
             progress(shard.nbytes)
         else:
-            digest = stream(shard, partial, hashed, progress)
+            digest = stream(shard, partial, transfer.hashed, progress)
         partial.replace(out / shard.name)
     return digest
 

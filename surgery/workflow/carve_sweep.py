@@ -162,8 +162,9 @@ def _parts(fraction: float, experts: int) -> int:
 def _texts(
     checkpoint: Checkpoint, settings: Calibration, evaluated: int
 ) -> tuple[Sample, Sample, int]:
-    """Calibration and held-out text in windows of one length, and rows of a batch, which divide
-    those of the first.
+    """Return calibration and held-out text in windows of one length, and the rows of a batch.
+
+    The rows of a batch divide those of the calibration text.
     """
     sample = settings.sample(checkpoint)
     held_out = sample_ids(checkpoint, tokens=evaluated, sequence_length=settings.sequence_length)
@@ -244,7 +245,7 @@ def _score(
 
 
 def _scores(walk: Walk, ids: Tensor) -> tuple[float, Tensor]:
-    """Perplexity, and the most likely token that follows each but the last [B, T - 1]."""
+    """Return the perplexity, and the likeliest token after each but the last, [B, T - 1]."""
     total, chosen = 0.0, torch.empty(len(ids), ids.shape[1] - 1, dtype=torch.long)
     for (rows, positions), logits in walk.logits():
         targets = ids[rows, positions.start + 1 : positions.stop + 1].to(logits.device)

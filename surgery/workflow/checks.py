@@ -13,6 +13,7 @@ from surgery.quoting import command
 from surgery.storage import check_place, check_space, check_target, is_finished
 from surgery.storage.scratch import require_free
 from surgery.workflow.record import read_record
+from surgery.workflow.request import Request
 from surgery.workflow.settle import require_space
 from surgery.workflow.trust import require_trust
 from surgery.workflow.verify import require_verifiable
@@ -23,26 +24,17 @@ def scratch(out: Path) -> Path:
     return out.with_name(f"{out.name}.calibration")
 
 
-def check_request(source: Checkpoint, out: Path, trust_remote_code: bool) -> None:
+def check_request(source: Checkpoint, request: Request) -> None:
     """Check whose code would run, and where the output would be written.
 
     Raises SurgeryError.
     """
-    require_trust(source, trust_remote_code)
-    check_place(out, source)
-    _require_writable(out)
+    require_trust(source, request.trust_remote_code)
+    check_place(request.out, source)
+    _require_writable(request.out)
 
 
-def check_run(
-    source: Checkpoint,
-    output: Checkpoint,
-    plan: Plan,
-    out: Path,
-    *,
-    verify: bool = True,
-    hardlink: bool = False,
-    finetune: Mapping[str, Any] | None = None,
-) -> bool:
+def check_run(source: Checkpoint, output: Checkpoint, plan: Plan, request: Request) -> bool:
     """Make every other check, and return whether the output is finished already.
 
     An output with a choice that is pending has a provisional plan, so that it cannot be told
@@ -50,14 +42,14 @@ def check_run(
 
     Raises SurgeryError.
     """
-    pending = any(step.pending for step in output.steps)
+    out, pending = request.out, any(step.pending for step in output.steps)
     check_target(None if pending else plan, out, source)
     if not pending and is_finished(plan, out):
-        _require_same_script(out, finetune or {})
+        _require_same_script(out, request.finetune)
         return True
-    if verify:
+    if request.verify:
         require_verifiable(source, output)
-    check_space(plan, out, hardlink)  # also for what a calibration will download
+    check_space(plan, out, request.hardlink)  # also for what a calibration will download
     if pending or any(step.work for step in output.steps):
         require_free(scratch(out))
     for step in output.steps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +14,7 @@ from surgery.checkpoint import Checkpoint, Plan, make_plan
 from surgery.errors import SurgeryError
 from surgery.report import card
 from surgery.storage import (
+    Transfer,
     Written,
     add,
     finish,
@@ -27,6 +27,7 @@ from surgery.workflow.checks import check_request, check_run, scratch
 from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.recipe import dump, recipe_of
 from surgery.workflow.record import make_record, notes_of, read_record
+from surgery.workflow.request import Request
 from surgery.workflow.settle import prepare, settle
 from surgery.workflow.verify import verify_folder
 
@@ -65,32 +66,25 @@ class _Run:
     source: Checkpoint
     output: Checkpoint
     plan: Plan
-    out: Path
-    max_shard_size: int | None
-    hardlink: bool
-    verify: bool
-    finetune: Mapping[str, Any]
-    command: str
+    request: Request
     observer: Observer
     group: Group
+
+    @property
+    def out(self) -> Path:
+        """Return the folder of the output."""
+        return self.request.out
 
 
 def convert(
     source: Checkpoint,
     output: Checkpoint,
-    out: Path,
+    request: Request,
     *,
-    max_shard_size: int | None = None,
-    hardlink: bool = False,
-    verify: bool = True,
-    allow_nonfinite: bool = False,
-    finetune: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    command: str = "",
     observer: Observer | None = None,
     group: Group | None = None,
 ) -> Result | None:
-    """Write `output`, which operations made of `source`, to the folder `out`; record and verify it.
+    """Write `output`, which operations made of `source`, to a folder; record and verify it.
 
     An interrupted run is taken up where it stopped; a finished one is only verified again. Every
     process of a `group` calls this; it returns None in all but the first.
@@ -100,29 +94,20 @@ def convert(
     3. Calibrations run in the first process; all of them write their share of the shards.
     4. The first process records the output and verifies it.
 
-    Args:
-        allow_nonfinite: let a source pass whose logits are NaN or Inf, so that nothing is compared.
-        finetune: options that the script in finetune/ is to have by itself.
-
     Raises SurgeryError before the first byte for anything that can be known then.
     """
     observer, group = observer or Silent(), group or Group()
-    check_request(source, out, trust_remote_code)
+    check_request(source, request)
     run = _Run(
         source=source,
         output=output,
-        plan=make_plan(output, max_shard_size),
-        out=out,
-        max_shard_size=max_shard_size,
-        hardlink=hardlink,
-        verify=verify,
-        finetune=finetune or {},
-        command=command,
+        plan=make_plan(output, request.max_shard_size),
+        request=request,
         observer=observer,
         group=group,
     )
     run = _settled(run)
-    output = run.output
+    output, out = run.output, run.out
     _require_same_plan(run)
     already: bool = group.first(partial(_is_there, run))
     if group.rank:
@@ -132,12 +117,7 @@ def convert(
     with nullcontext() if already else held(out):
         written = None if already else _finished(run, _write(run))
         remove(scratch(out))
-        fresh = [n for n, digest in written.digests.items() if digest] if written else ()
-        found = (
-            verify_folder(source, out, trust_remote_code, observer, fresh, allow_nonfinite)
-            if verify
-            else None
-        )
+        found = _verified(run, written) if request.verify else None
     return Result(
         folder=out,
         record=read_record(out),
@@ -152,13 +132,22 @@ def convert(
     )
 
 
+def _verified(run: _Run, written: Written | None) -> Verification:
+    """Verify the output; shards that this run has hashed are not read again."""
+    fresh = [n for n, digest in written.digests.items() if digest] if written else ()
+    asked = run.request
+    return verify_folder(
+        run.source, run.out, asked.trust_remote_code, run.observer, fresh, asked.allow_nonfinite
+    )
+
+
 def _settled(run: _Run) -> _Run:
     """Return the run with its pending choices made, after every check that needs none of them."""
     if not any(step.pending for step in run.output.steps):
         return run
     run.group.first(partial(_is_there, run))
     output = settle(run.output, scratch(run.out), run.observer, run.group)
-    return replace(run, output=output, plan=make_plan(output, run.max_shard_size))
+    return replace(run, output=output, plan=make_plan(output, run.request.max_shard_size))
 
 
 def _remedies(output: Checkpoint) -> list[str]:
@@ -168,9 +157,16 @@ def _remedies(output: Checkpoint) -> list[str]:
     return list(dict.fromkeys(each))
 
 
-def convert_alone(source: Checkpoint, output: Checkpoint, out: Path, **options: Any) -> Result:
-    """Convert in one process: see `convert`."""
-    result = convert(source, output, out, **options)
+def convert_alone(
+    source: Checkpoint,
+    output: Checkpoint,
+    out: Path,
+    *,
+    observer: Observer | None = None,
+    **options: Any,
+) -> Result:
+    """Convert in one process: see `convert`. `options` are the other fields of a Request."""
+    result = convert(source, output, Request(out=out, **options), observer=observer)
     assert result is not None
     return result
 
@@ -188,15 +184,7 @@ def _require_same_plan(run: _Run) -> None:
 def _is_there(run: _Run) -> bool:
     """Return whether the output is finished already, after every check before the first byte."""
     card.unread(run.source)  # fetched now, so that the Hub is not needed after hours of work
-    return check_run(
-        run.source,
-        run.output,
-        run.plan,
-        run.out,
-        verify=run.verify,
-        hardlink=run.hardlink,
-        finetune=run.finetune,
-    )
+    return check_run(run.source, run.output, run.plan, run.request)
 
 
 def _write(run: _Run) -> Written:
@@ -213,8 +201,7 @@ def _write(run: _Run) -> Written:
             run.plan,
             run.out,
             source=run.source,
-            hardlink=run.hardlink,
-            hashed=run.verify,
+            transfer=Transfer(hardlink=run.request.hardlink, hashed=run.request.verify),
             progress=progress,
             group=run.group,
         )
@@ -222,13 +209,15 @@ def _write(run: _Run) -> Written:
 
 def _finished(run: _Run, written: Written) -> Written:
     """Write what stands beside the weights; the card only where no verification will write it."""
-    output, finetune = run.output, run.finetune
-    size = run.max_shard_size
+    output, finetune = run.output, run.request.finetune
+    size, command = run.request.max_shard_size, run.request.command
     made = recipe_of(output, max_shard_size=size, finetune=finetune, folder=run.out)
-    record = make_record(output, run.plan, written.digests, run.command, finetune, run.out)
+    record = make_record(output, run.plan, written.digests, command, finetune, run.out)
     record["notes"] += filter(None, [card.unread(run.source)])
     text = f"# surgery run {RECIPE} --out FOLDER\n{dump(made)}"
     add(run.out, {RECIPE: text.encode(), **training.files(record, output.config, run.out)})
     before = run.source if run.source.steps != output.steps else None
-    finish(run.out, record, {} if run.verify else card.files(before, output, run.out, record))
+    finish(
+        run.out, record, {} if run.request.verify else card.files(before, output, run.out, record)
+    )
     return written

@@ -24,6 +24,7 @@ from surgery.storage.writer import RECORD, sources
 from surgery.workflow.checks import check_request, check_run
 from surgery.workflow.convert import BASE_MEMORY, RECIPE
 from surgery.workflow.record import make_record, notes_of
+from surgery.workflow.request import Request
 
 PROBE = 32 << 20  # bytes written to measure the disk
 USUAL_DISK = 5e8  # bytes a second, where the disk cannot be measured
@@ -32,17 +33,7 @@ PASSES = 6  # of the calibration text through the model, as much work as two pas
 VERIFIED = 2048  # tokens of each text
 
 
-def describe(
-    source: Checkpoint,
-    output: Checkpoint,
-    out: Path,
-    *,
-    max_shard_size: int | None = None,
-    verify: bool = True,
-    hardlink: bool = False,
-    finetune: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-) -> dict[str, Any]:
+def describe(source: Checkpoint, output: Checkpoint, request: Request) -> dict[str, Any]:
     """Return what `--dry-run` shows, after the checks that a run makes before its first byte.
 
     That is every file with its size, the bytes in all, what is downloaded, the peak memory, the
@@ -50,9 +41,10 @@ def describe(
 
     Raises SurgeryError where the run would fail.
     """
-    check_request(source, out, trust_remote_code)
-    plan = make_plan(output, max_shard_size)
-    check_run(source, output, plan, out, verify=verify, hardlink=hardlink, finetune=finetune)
+    check_request(source, request)
+    plan = make_plan(output, request.max_shard_size)
+    check_run(source, output, plan, request)
+    out, verify = request.out, request.verify
     existing = next(p for p in (out, *out.resolve().parents) if p.exists())
     record = make_record(output, plan, {}, "")
     written = [RECORD, RECIPE, card.NAME, *training.files(record, output.config)]

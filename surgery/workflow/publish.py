@@ -60,7 +60,7 @@ class Pushed:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are sent."""
+        """Return the bytes that are sent."""
         return sum(self.files[name] for name in self.send)
 
     def as_dict(self) -> dict[str, Any]:

@@ -126,6 +126,6 @@ def _step(step: Step, folder: Path | None) -> dict[str, Any]:
 
 
 def _without_paths(command: str) -> str:
-    """Return the command with the last part of each absolute path: the rest is nobody's business."""
+    """Return the command with the last part of each absolute path; the rest is private."""
     words = shlex.split(command)
     return shlex.join(Path(w).name if w.startswith(("/", "~")) else w for w in words)

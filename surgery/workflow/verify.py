@@ -69,19 +69,23 @@ def _verified(
     allow_nonfinite: bool,
     progress: Any,
 ) -> Verification:
+    from surgery.proof.comparison import Comparison
     from surgery.proof.verification import verify
 
     steps = _steps(record)
-    return verify(
-        source,
-        output,
+    pair = Comparison(
+        source=source,
+        output=output,
         exact=bool(record["exact"]),
+        allow_nonfinite=allow_nonfinite,
+        progress=progress,
+    )
+    return verify(
+        pair,
         layers=record["layers"] or None,
         beside=_beside(source, output, steps),
         checks=[check for operation, p in steps for check in operation.checks(p)],
         first=rows,
-        allow_nonfinite=allow_nonfinite,
-        progress=progress,
     )
 
 

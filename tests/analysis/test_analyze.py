@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import surgery
 from surgery import demo
-from surgery.analysis.analyze import Analysis, MlpStatistics, analyze
+from surgery.analysis.analyze import Analysis, MlpStatistics, Settings, analyze
 from surgery.analysis.devices import DEVICES
 from surgery.analysis.weigh import weigh
 from surgery.calibration import walk
@@ -268,7 +268,7 @@ def test_coactivation_is_given_layer_by_layer(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     expected = activations(load(tmp_path)[0], "mlp.down_proj", "mlp.up_proj", "mlp.gate_proj")
     pairs: dict[int, torch.Tensor] = {}
-    analyze(open_checkpoint(tmp_path), SAMPLE, coactivation=pairs.__setitem__)
+    analyze(open_checkpoint(tmp_path), SAMPLE, settings=Settings(coactivation=pairs.__setitem__))
     assert list(pairs) == list(range(LAYERS))
     for i, e in enumerate(expected):
         a = (e["gate"] > 0).int()

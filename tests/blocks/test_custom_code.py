@@ -173,5 +173,8 @@ def test_a_tokenizer_that_says_no_class_loads(tmp_path: Path) -> None:
 
 
 def test_it_imports_no_torch() -> None:
-    code = "import sys, surgery.blocks.custom_code as m; m.files('llama', ['sparse']); assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = (
+        "import sys, surgery.blocks.custom_code as m; m.files('llama', ['sparse']); "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,11 +3,13 @@ steps back where it would bypass something."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from surgery.blocks import block_config, rules, sparse_mlp
@@ -80,6 +82,34 @@ def test_the_rules_as_data_are_those_that_are_computed() -> None:
     }
     planned = {name: (r.thresholds, r.cuts == "product") for name, r in rules.RULES.items()}
     assert computed == planned
+
+
+# Where a rule makes a zero, by what its thresholds are compared with.
+CUT: dict[str, Callable[[Any, Tensor, Tensor, float, float], Tensor]] = {
+    "": lambda act, g, u, t, t_up: act(g) == 0,
+    "gate": lambda act, g, u, t, t_up: g < t,
+    "activated": lambda act, g, u, t, t_up: act(g).abs() < t,
+    "product": lambda act, g, u, t, t_up: (act(g) * u).abs() < t,
+    "both": lambda act, g, u, t, t_up: (g < t) | (u < t_up),
+}
+
+
+@pytest.mark.parametrize("name", rules.RULES)
+def test_a_rule_cuts_what_its_data_say(name: str) -> None:
+    """Thresholds are fitted to `cuts`, and neurons are skipped before up if `foreseen` says so."""
+    rule = rules.RULES[name]
+    draw = torch.Generator().manual_seed(2)
+    gate, up, other = torch.randn(3, 64, WIDTH, generator=draw, dtype=torch.float64)
+    published = [ACT2FN[a.act] for a in rules.ACTIVATIONS.values() if a.rule == name and a.act]
+    for act in published or [ACT2FN["silu"]]:
+        t, t_up = torch.tensor(0.4), torch.tensor(0.2)
+
+        def dead(u: Tensor, act: Any = act, t: Tensor = t, t_up: Tensor = t_up) -> Tensor:
+            return sparse_mlp.RULES[name].multiply(act, gate, u, t, t_up) == 0
+
+        assert torch.equal(dead(up), CUT[rule.cuts](act, gate, up, t.item(), t_up.item()))
+        assert 0.1 < dead(up).double().mean() < 0.9
+        assert torch.equal(dead(up), dead(other)) == rule.foreseen
 
 
 @torch.no_grad()

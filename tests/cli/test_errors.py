@@ -105,7 +105,7 @@ USAGE = {
     ("--experts", "many"): ("--experts", "'many'", "surgery upcycle --help"),
     ("--expert", "4"): ("--expert", "surgery upcycle --help"),
     ("one", "more"): ("surgery upcycle --help",),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("options", USAGE, ids=" ".join)

@@ -98,9 +98,14 @@ def test_options_reach_the_function_in_their_types(call: Call, model: Path) -> N
     given = SEEN[-1]
     assert given.pop("calibration") == {"tokens": 64}
     assert given == {
-        "factor": 2.0, "kind": "down", "times": 2, "size": "full", "strict": True,
-        "whole": False, "layers": [0, 1],
-    }  # fmt: skip
+        "factor": 2.0,
+        "kind": "down",
+        "times": 2,
+        "size": "full",
+        "strict": True,
+        "whole": False,
+        "layers": [0, 1],
+    }
     assert call("scale", model, "--factor", "2", "--size", "16", "--dry-run").code == 0
     assert SEEN[-1]["size"] == 16
 

@@ -16,7 +16,7 @@ from scripts import OPERATIONS, SIZES, TINY, Converted
 
 from surgery.demo import MODEL
 from surgery.storage import open_checkpoint
-from surgery.workflow.convert import convert
+from surgery.workflow.convert import convert_alone
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +32,7 @@ def conversions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Con
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 shutil.copy(MODEL / file, source)
             checkpoint = open_checkpoint(source)
-            convert(checkpoint, operation(checkpoint), folder, verify=False)
+            convert_alone(checkpoint, operation(checkpoint), folder, verify=False)
             made[name] = Converted(source=source, folder=folder)
         return made[name]
 

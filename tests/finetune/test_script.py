@@ -12,7 +12,7 @@ import transformers
 from scripts import OPERATIONS, Converted, history
 
 from surgery.storage import open_checkpoint
-from surgery.workflow.convert import convert
+from surgery.workflow.convert import convert_alone
 from surgery.workflow.verify import verify_folder
 
 Convert = Callable[[str], Converted]
@@ -224,9 +224,9 @@ def test_a_conversion_again_is_finished_and_one_into_the_trained_folder_refused(
     converted = conversions("mixtral")
     source = open_checkpoint(converted.source)
     output = OPERATIONS["mixtral"][1](source)
-    assert convert(source, output, converted.folder, verify=False).already
+    assert convert_alone(source, output, converted.folder, verify=False).already
     out = train("mixtral", "--max_steps=1")
     with pytest.raises(SurgeryError, match="finished output of another command"):
-        convert(source, output, out, verify=False)
+        convert_alone(source, output, out, verify=False)
     last = json.loads((out / "surgery.json").read_text())["recipe"][-1]
     assert last == {"operation": "finetune", "steps": 1}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from compared import verify
 from models import greedy, logits_of, sample_ids
 from operated import Shop, assert_same_by_4, expected, found_by_4, loaded
 from safetensors.torch import load_file
@@ -23,7 +24,6 @@ from surgery.errors import SurgeryError, UsageError
 from surgery.operations.memory import memory
 from surgery.operations.relufy import relufy
 from surgery.operations.splinify import splinify
-from surgery.proof.verification import verify
 from surgery.storage import open_checkpoint, write
 
 SMALL: dict[str, Any] = {"layers": [0, 2], "slots": 64, "heads": 2, "knn": 4, "key_dim": 8}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from compared import verify
 from models import (
     FINE,
     LAYERS,
@@ -31,7 +32,6 @@ from surgery.errors import SurgeryError, UsageError
 from surgery.families.targets import TARGETS
 from surgery.operations.upcycle import upcycle
 from surgery.proof.copies import is_torn, torn_copies
-from surgery.proof.verification import verify
 from surgery.storage import open_checkpoint, write
 
 GATE, UP, DOWN = (f"model.layers.{{}}.mlp.{p}_proj.weight" for p in ("gate", "up", "down"))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from compared import verify
 from models import greedy, logits_of, sample_ids, save_model
 from operated import Shop, assert_same_by_4, expected, found_by_4, loaded
 from safetensors.torch import load_file
@@ -22,7 +23,6 @@ from surgery.checkpoint import make_plan
 from surgery.errors import SurgeryError, UsageError
 from surgery.operations.relufy import relufy
 from surgery.operations.splinify import splinify
-from surgery.proof.verification import verify
 from surgery.storage import open_checkpoint, write
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from compared import verify
 from models import LAYERS, VOCAB, greedy, load, logits_of, sample_ids, save_model
 from safetensors.torch import load_file
 from support import found_by_transformers_4
@@ -24,7 +25,6 @@ from surgery.checkpoint import Checkpoint, make_plan
 from surgery.fitting.experts import joined, part
 from surgery.operations.upcycle import OPERATION, upcycle
 from surgery.proof.copies import torn_copies
-from surgery.proof.verification import verify
 from surgery.storage import open_checkpoint, write
 
 FINE: dict[str, Any] = {"granularity": 4, "experts": 12, "top_k": 6, "shared": 1}

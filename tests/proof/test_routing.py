@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from compared import verify
 from models import LAYERS, sample_ids, save_model
 
 from surgery.checkpoint import Checkpoint, make_plan
 from surgery.operations.upcycle import upcycle
 from surgery.proof.routing import Routing, check, measure, rows
-from surgery.proof.verification import verify
 from surgery.storage import open_checkpoint, write
 
 IDS = sample_ids()

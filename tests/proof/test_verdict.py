@@ -96,8 +96,17 @@ def test_a_warning_names_its_layers() -> None:
 
 def test_numbers_are_rounded_to_what_they_mean() -> None:
     assert [verdict.figure(v) for v in (25.945, 1234.6, 2.193e-05, 0.0, 7, "nan", 1e304)] == [
-        "25.9", "1,230", "2.19e-05", "0", "7", "nan", "1e+304",
-    ]  # fmt: skip
+        "25.9",
+        "1,230",
+        "2.19e-05",
+        "0",
+        "7",
+        "nan",
+        "1e+304",
+    ]
     assert [verdict.times(r) for r in (1.0004, 2.016, 11.56, 1234.5)] == [
-        "× 1.00", "× 2.02", "× 11.6", "× 1,230",
-    ]  # fmt: skip
+        "× 1.00",
+        "× 2.02",
+        "× 11.6",
+        "× 1,230",
+    ]

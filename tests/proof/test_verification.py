@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from compared import verify
 
 from surgery import demo
 from surgery.calibration.data import sample_ids
@@ -20,7 +21,7 @@ from surgery.checkpoint import Checkpoint, constant
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
 from surgery.proof.parity import without_mlp
-from surgery.proof.verification import Row, Verification, savings_rows, sequence_length, verify
+from surgery.proof.verification import Row, Verification, savings_rows, sequence_length
 from surgery.storage import open_checkpoint
 
 DEMO = Path(demo.__file__).parent / "model"

@@ -14,7 +14,7 @@ from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
 from surgery.report import card, methods
 from surgery.storage import open_checkpoint
-from surgery.workflow.convert import convert
+from surgery.workflow.convert import convert_alone
 from surgery.workflow.verify import verify_folder
 
 SOURCE_CARD = """---
@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def upcycled(model: Path) -> Path:
     source = open_checkpoint(model)
-    convert(source, upcycle(source, experts=4, top_k=2, drop=0.5), model.parent / "moe")
+    convert_alone(source, upcycle(source, experts=4, top_k=2, drop=0.5), model.parent / "moe")
     return model.parent / "moe"
 
 
@@ -140,13 +140,13 @@ def test_a_source_in_the_hubs_cache_is_the_base_model(tmp_path: Path) -> None:
 def convert_from(model: Path, out: Path) -> dict[str, Any]:
     """The metadata of the card of an upcycled model."""
     source = open_checkpoint(model)
-    convert(source, upcycle(source, experts=2), out, verify=False)
+    convert_alone(source, upcycle(source, experts=2), out, verify=False)
     return split((out / "README.md").read_text())[0]
 
 
 def test_custom_code_is_said(model: Path) -> None:
     source = open_checkpoint(model)
-    made = convert(
+    made = convert_alone(
         source,
         relufy(source, activation="teal", threshold=0.01, repair="none"),
         model.parent / "teal",

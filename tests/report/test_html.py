@@ -218,7 +218,7 @@ def test_the_ink_of_the_heat_map_is_the_firing_rate(analyses: dict[str, Analysis
     """Opacity times area, summed over the map, is the mean firing rate."""
     a = analyses["dense"]
     rows = [m.rate.sort(descending=True).values.tolist() for m in a.mlps]
-    drawn_map, ink = svg.cells(rows, 0, 100, 0, 10, most=1.0), 0.0
+    drawn_map, ink = svg.cells(rows, (0, 100), 0, 10, most=1.0), 0.0
     for opacity, path in re.findall(r'fill-opacity="([^"]*)" d="([^"]*)"', drawn_map):
         for left, top, right, bottom in re.findall(r"M(\S+) (\S+?)H(\S+?)V(\S+?)H\S+?z", path):
             ink += float(opacity) * (float(right) - float(left)) * (float(bottom) - float(top))

@@ -182,7 +182,7 @@ CARVE = ("carve", "m", "--tokens", 64, "--no-verify", "--out", "out")
 
 
 def test_a_folder_of_the_users_is_not_taken_for_scratch(tmp_path: Path) -> None:
-    """NAME.calibration is where results are kept for a while; one without our mark stays as it is."""
+    """NAME.calibration keeps results for a while; a folder without our mark stays as it is."""
     write_llama(tmp_path / "m")
     own = tmp_path / "out.calibration"
     own.mkdir()

@@ -18,9 +18,10 @@ from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint, remote
 from surgery.storage.downloads import bytes_on_disk, bytes_to_fetch
 from surgery.storage.staging import Staging
-from surgery.workflow.convert import convert
+from surgery.workflow.convert import convert_alone
 from surgery.workflow.delivery import deliver, is_delivered
 from surgery.workflow.dry_run import describe
+from surgery.workflow.request import Request
 
 SOURCE, OUT = "memory://bucket/llama", "memory://bucket/moe"
 
@@ -53,7 +54,7 @@ def at(system: Any, root: str) -> dict[str, bytes]:
 def made(tmp_path: Path, source: Checkpoint | None = None) -> Any:
     """Return the result of an upcycling into a folder on this disk."""
     source = source or open_checkpoint(SOURCE)
-    return convert(source, upcycle(source, experts=2), tmp_path / "moe.staged", verify=False)
+    return convert_alone(source, upcycle(source, experts=2), tmp_path / "moe.staged", verify=False)
 
 
 def test_from_a_url(store: Any, tmp_path: Path) -> None:
@@ -61,12 +62,12 @@ def test_from_a_url(store: Any, tmp_path: Path) -> None:
     source = open_checkpoint(SOURCE)
     files = at(store, "/bucket/llama")
     weights = sum(len(d) for n, d in files.items() if n.endswith(".safetensors"))
-    plan = describe(source, upcycle(source, experts=2), tmp_path / "moe", verify=False)
+    plan = describe(source, upcycle(source, experts=2), Request(out=tmp_path / "moe", verify=False))
     assert plan["download"] == plan["download_disk"] == weights
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
     result = made(tmp_path, source)
     local = open_checkpoint(tmp_path / "model")
-    convert(local, upcycle(local, experts=2), tmp_path / "local", verify=False)
+    convert_alone(local, upcycle(local, experts=2), tmp_path / "local", verify=False)
     ours, theirs = files_of(result.folder), files_of(tmp_path / "local")
     assert set(ours) == set(theirs) and "LICENSE" in ours
     assert ours["model.safetensors"] == theirs["model.safetensors"]
@@ -112,7 +113,7 @@ def test_an_interrupted_delivery_goes_on(
     """An interrupted upload has no config.json, and is finished without sending shards again."""
     source = open_checkpoint(SOURCE)
     output = upcycle(source, experts=2)
-    result = convert(source, output, tmp_path / "staged", max_shard_size=30_000, verify=False)
+    result = convert_alone(source, output, tmp_path / "staged", max_shard_size=30_000, verify=False)
     put, sent, broken = type(store).put_file, [], True
 
     def failing(self: Any, local: str, path: str, **options: Any) -> None:

@@ -176,6 +176,8 @@ def in_threads(size: int, run: Callable[[Group], Any]) -> list[Any]:
         except SurgeryError as e:
             group.fail(e)
             outcomes[number] = e
+        finally:
+            group.close()
 
     threads = [threading.Thread(target=one, args=(n,)) for n in range(size)]
     for t in threads:
@@ -227,6 +229,26 @@ def test_nobody_waits_for_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> N
     group = Together(HashStore(), 0, 2)
     with pytest.raises(Elsewhere, match="process 1 of 2 has been silent"):
         group.gather(1)
+    group.close()
+
+
+def test_no_heartbeat_outlives_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is inside the store while the interpreter exits aborts the process.
+
+    The run ends at once all the same, however long the pause between two heartbeats is.
+    """
+    from torch.distributed import HashStore
+
+    monkeypatch.setattr(processes, "BEAT", 60.0)
+    store = HashStore()
+    monkeypatch.setattr(processes, "_join", lambda: Together(store, 0, 2))
+    before, started = set(threading.enumerate()), time.monotonic()
+    with pytest.raises(KeyboardInterrupt), processes.together():
+        while not store.add("beats/0", 0):
+            time.sleep(0.01)
+        assert set(threading.enumerate()) - before
+        raise KeyboardInterrupt
+    assert not set(threading.enumerate()) - before and time.monotonic() - started < 5
 
 
 def test_a_slow_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

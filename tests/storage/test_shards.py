@@ -17,7 +17,7 @@ from surgery.checkpoint import Checkpoint, Plan, make_plan, natural_key, parse_s
 from surgery.errors import UsageError
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
-from surgery.storage import open_checkpoint, write
+from surgery.storage import Transfer, open_checkpoint, write
 
 INDEX = "model.safetensors.index.json"
 
@@ -101,7 +101,7 @@ def test_untouched_shards_are_byte_identical(source: Checkpoint, tmp_path: Path)
 def test_links_share_the_file_and_copies_do_not(source: Checkpoint, tmp_path: Path) -> None:
     """A copy must have its own inode, or it would change when the source is trained in place."""
     plan = make_plan(relufy(source, repair="none"))
-    write(plan, tmp_path / "linked", source=source, hardlink=True)
+    write(plan, tmp_path / "linked", source=source, transfer=Transfer(hardlink=True))
     write(plan, tmp_path / "copied", source=source)
     for shard in plan.shards:
         inode = (tmp_path / "m" / shard.name).stat().st_ino
@@ -123,7 +123,7 @@ def test_links_take_no_space(
     usage = shutil._ntuple_diskusage(10**9, 10**9, 17 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     plan = make_plan(relufy(linked, repair="none"))
-    write(plan, tmp_path / "linked", source=linked, hardlink=True)
+    write(plan, tmp_path / "linked", source=linked, transfer=Transfer(hardlink=True))
     for path in blobs.iterdir():
         assert (tmp_path / "linked" / path.name).lstat().st_ino == path.stat().st_ino
 

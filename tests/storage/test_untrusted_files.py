@@ -198,7 +198,7 @@ def test_a_sparse_terabyte_is_refused_unread(name: str, model: Path) -> None:
 
 
 def test_the_limits(model: Path) -> None:
-    """A side file may have SIDE_LIMIT bytes and not one more; what is parsed has a smaller limit."""
+    """A side file may have SIDE_LIMIT bytes, not one more; what is parsed has a smaller limit."""
     tokenizer = model / "tokenizer.json"
     tokenizer.touch()
     os.truncate(tokenizer, SIDE_LIMIT)

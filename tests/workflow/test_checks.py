@@ -21,6 +21,7 @@ from surgery.cli import run
 from surgery.demo import MODEL
 from surgery.errors import SurgeryError
 from surgery.workflow.dry_run import describe
+from surgery.workflow.request import Request
 
 FEW = ("--tokens", "64", "--sequence-length", "32", "--device", "cpu")
 RELUFY = ("relufy", *FEW)
@@ -266,7 +267,7 @@ def test_what_is_ignored_is_noted_in_plan_and_record(folder: Path) -> None:
     (folder / "model" / "more.safetensors").write_bytes(b"")
     source = surgery.open(folder / "model")
     output = surgery.splinify(source)
-    found = describe(source, output, folder / "out")["notes"]
+    found = describe(source, output, Request(out=folder / "out"))["notes"]
     assert any("reads model.safetensors: more.safetensors" in note for note in found)
     assert any(note.startswith("layer 1, beyond the number of layers") for note in found)
     surgery.write(output, folder / "out")

@@ -19,7 +19,7 @@ from support import COMMAND, Ran, assert_two_lines, environment, files_of, surge
 
 from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint
-from surgery.workflow.convert import convert
+from surgery.workflow.convert import convert_alone
 
 REPO = "me/llama-moe"
 
@@ -34,7 +34,9 @@ def verified(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "---\nlicense: mit\nlanguage: [en, de]\nbase_model: big/llama\n---\n# Llama\nIt is great.\n"
     )
     source = open_checkpoint(model)
-    result = convert(source, upcycle(source, experts=2), folder / "out", max_shard_size=30_000)
+    result = convert_alone(
+        source, upcycle(source, experts=2), folder / "out", max_shard_size=30_000
+    )
     assert result.verification is not None and result.verification.passed
     return folder / "out"
 

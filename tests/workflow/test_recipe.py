@@ -19,7 +19,7 @@ from surgery.errors import SurgeryError, UsageError
 from surgery.operations import names
 from surgery.storage import open_checkpoint
 from surgery.workflow import recipe
-from surgery.workflow.convert import convert
+from surgery.workflow.convert import convert_alone
 
 UPCYCLE = "source: demo\noperations:\n  - operation: upcycle\n    experts: 8\n    layers: 0-1,3\n"
 
@@ -195,7 +195,7 @@ def test_an_output_says_how_to_make_it_again(
         chosen = recipe.load(path)
         source = recipe.open_source(chosen)
         size = None if chosen.max_shard_size is None else int(chosen.max_shard_size)
-        convert(
+        convert_alone(
             source,
             recipe.apply(chosen, source),
             tmp_path / name,
@@ -220,7 +220,8 @@ def test_one_pass_over_the_disk(tmp_path: Path) -> None:
     between.
     """
     chosen = recipe.parse(
-        "source: demo\noperations:\n  - {operation: relufy, repair: none}\n  - {operation: upcycle, experts: 2}\n",
+        "source: demo\noperations:\n  - {operation: relufy, repair: none}\n"
+        "  - {operation: upcycle, experts: 2}\n",
         "r",
     )
     source = recipe.open_source(chosen)
@@ -281,7 +282,7 @@ def test_demo_recipes_run(name: str, tmp_path: Path) -> None:
     """
     chosen = recipe.load(name, ["calibration.tokens=1024"])
     source = recipe.open_source(chosen)
-    result = convert(source, recipe.apply(chosen, source), tmp_path / "out")
+    result = convert_alone(source, recipe.apply(chosen, source), tmp_path / "out")
     assert result.verification is not None and result.verification.passed
     assert open_checkpoint(tmp_path / "out").config != open_checkpoint(MODEL).config
 

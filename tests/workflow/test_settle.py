@@ -1,7 +1,8 @@
 """Choices that need a walk are made when an output is written, and not when it is planned.
 
 What could break it: a dry run that walks, a later step that keeps what the provisional choice gave
-it, a recipe that does not repeat the choice, a process that chooses for itself and hangs the others.
+it, a recipe that does not repeat the choice, a process that chooses for itself, so that the others
+hang.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from surgery.storage import open_checkpoint
 from surgery.storage.processes import Group, Together
 from surgery.workflow import dry_run, recipe
 from surgery.workflow.convert import convert_alone
+from surgery.workflow.request import Request
 from surgery.workflow.settle import settle
 
 FEW: dict[str, Any] = {"tokens": 512, "sequence_length": 128, "dtype": "fp32", "device": "cpu"}
@@ -42,7 +44,7 @@ def test_a_dry_run_walks_nothing(
 
     monkeypatch.setattr(Walk, "__init__", walked)
     for output in (surgery.memory(source, **AUTO), surgery.carve(source, **GREEDY)):
-        plan = dry_run.describe(source, output, tmp_path / "out")
+        plan = dry_run.describe(source, output, Request(out=tmp_path / "out"))
         assert plan["bytes"] > 0 and not list(tmp_path.iterdir())
 
 
