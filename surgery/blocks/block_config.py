@@ -146,6 +146,11 @@ def entry(family: Family, kind: str, layers: Iterable[int], **spec: Any) -> dict
     SurgeryError where the MLP is no module of its own.
     """
     family.require_dense()
+    if family.extra:
+        raise SurgeryError(
+            f"no {kind} block can take the place of the MLP of {family.model_type}: {family.extra}",
+            "`surgery families` lists dense families",
+        )
     if not family.mlp:
         raise SurgeryError(
             f"{family.model_type} keeps its MLP's matrices in the layer itself, in no module: "
@@ -167,6 +172,9 @@ def entry(family: Family, kind: str, layers: Iterable[int], **spec: Any) -> dict
         "fused": family.fused_gate_up,
         "transposed": family.transposed,
         **spec,
+        **(
+            {} if family.act_module or spec.get("activation") else {"activation": family.activation}
+        ),
     }
 
 

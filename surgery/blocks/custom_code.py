@@ -63,7 +63,7 @@ def is_ours(name: str, data: bytes) -> bool:
     """Return whether a file of code is, byte for byte, what `files` gives."""
     if name != SHELL:
         return name in {f"{module}.py" for module, _ in BLOCKS.values()} and data == _read(name)
-    base = re.search(rb'^BASE = "([a-z0-9_]+)"$', data, re.MULTILINE)
+    base = re.search(rb'^BASE = "([\w.-]+)"$', data, re.MULTILINE)
     modules = [m.decode() for m in re.findall(rb"^from \.(\w+) import", data, re.MULTILINE)]
     found = [kind for kind, (module, _) in BLOCKS.items() if module in modules]
     return base is not None and data == _shell(base[1].decode(), sorted(found))
@@ -104,10 +104,10 @@ def with_gathered_mlps(checkpoint: Checkpoint) -> Checkpoint:
     blocks = locate(checkpoint)
     if not blocks.family.loose:
         return checkpoint
-    entry = block_config.gathered_entry(blocks.family, range(blocks.count))
+    entry = block_config.gathered_entry(blocks.family, blocks.dense)
     names = {
         f"{blocks.layer(i)}{part}.{kind}": f"{blocks.layer(i)}{entry['mlp']}.{part}.{kind}"
-        for i in range(blocks.count)
+        for i in blocks.dense
         for part in entry["parts"]
         for kind in ("weight", "bias")
     }

@@ -50,7 +50,19 @@ class SurgeryConfig(_Config):
 
 
 class _Operated:
-    """What both models have in common."""
+    """What both models have in common: a model of BASE with the blocks put into its body."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        body: Any = self.base_model  # type: ignore[attr-defined]
+        for entry in config.surgery_blocks:
+            layers = [body.get_submodule(entry["stack"])[index] for index in entry["layers"]]
+            _share(body, entry, [_operate(layer, entry, config) for layer in layers])
+        # Models inside this one, as OPT's decoder is, would begin their layers by their own rule.
+        for inner in self.modules():  # type: ignore[attr-defined]
+            if inner is not self and hasattr(inner, "_init_weights"):
+                inner._init_weights = self._init_weights
+        self.post_init()  # type: ignore[attr-defined]
 
     def _init_weights(self, module: nn.Module) -> None:
         """Begin as BASE does; a block knows how to begin what it adds.
@@ -73,35 +85,19 @@ class SurgeryModel(_Operated, _Model):
 
     config_class = SurgeryConfig
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        for entry in config.surgery_blocks:
-            layers = [self.get_submodule(entry["stack"])[index] for index in entry["layers"]]
-            _share(self, entry, [_operate(layer, entry, config) for layer in layers])
-        # OPT's decoder is a model too, and would begin its layers by its own rule.
-        for inner in self.children():
-            if hasattr(inner, "_init_weights"):
-                inner._init_weights = self._init_weights
-        self.post_init()
-
 
 class SurgeryForCausalLM(_Operated, _CausalLM):
     """BASE's head over that body."""
 
     config_class = SurgeryConfig
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        body = next(name for name, module in self.named_children() if type(module) is _Model)
-        setattr(self, body, SurgeryModel(config))
-        self.post_init()
-
 
 def _operate(layer: nn.Module, entry: dict[str, Any], config: Any) -> nn.Module:
     """Put a block in its place, and return it."""
-    base = layer if "parts" in entry else getattr(layer, entry["mlp"])
+    base = layer if "parts" in entry else layer.get_submodule(entry["mlp"])
     block: nn.Module = BLOCKS[entry["kind"]](base, entry, config)
-    setattr(layer, entry["mlp"], block)
+    place, _, name = entry["mlp"].rpartition(".")
+    setattr(layer.get_submodule(place), name, block)
     for norm in entry.get("relu_after", ()):
         layer.get_submodule(norm).register_forward_hook(_relu)
     return block

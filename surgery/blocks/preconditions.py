@@ -50,6 +50,10 @@ def require_whole(blocks: Blocks) -> None:
         )
     if blocks.family.is_moe:
         return  # its layers differ by design
+    if blocks.family.uneven:
+        for index in blocks.dense:
+            blocks.mlp(index)
+        return
     # Layers with a block have tensors of their own.
     operated = {
         i for entry in block_config.changed(blocks.checkpoint.config) for i in entry["layers"]
@@ -68,17 +72,26 @@ _INCOMPLETE = "the checkpoint is incomplete: download it again"
 
 
 def chosen_layers(blocks: Blocks, layers: Collection[int] | None) -> tuple[int, ...]:
-    """Return the layers to convert, sorted; None stands for all of them.
+    """Return the layers to convert, sorted; None stands for all that have an MLP.
 
-    Raises UsageError for a layer that the model does not have.
+    Raises UsageError for a layer that the model does not have, or that has no MLP.
     """
-    chosen = tuple(sorted(set(range(blocks.count) if layers is None else layers)))
+    chosen = tuple(sorted(set(_every(blocks) if layers is None else layers)))
     if not chosen or chosen[0] < 0 or chosen[-1] >= blocks.count:
         raise UsageError(
             f"layers {list(chosen)} of a model with {blocks.count}",
             f"layers are 0 to {blocks.count - 1}",
         )
+    if without := sorted(set(chosen) - set(_every(blocks))):
+        raise UsageError(
+            f"layer {without[0]} of this {blocks.family.model_type} has no dense MLP",
+            f"those that have one: {', '.join(map(str, _every(blocks)))}",
+        )
     return chosen
+
+
+def _every(blocks: Blocks) -> tuple[int, ...]:
+    return tuple(range(blocks.count)) if blocks.family.is_moe else blocks.dense
 
 
 def bypass_rank(bypass: int | str, blocks: Blocks, repair: str) -> int:
@@ -88,7 +101,7 @@ def bypass_rank(bypass: int | str, blocks: Blocks, repair: str) -> int:
     """
     if not bypass:
         return 0
-    hidden = blocks.mlp(0).down.shape[0]
+    hidden = blocks.mlp(blocks.dense[0]).down.shape[0]
     rank = hidden if bypass == "full" else int(bypass)
     if not 0 <= rank <= hidden:
         raise UsageError(

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 NUMERATOR, DENOMINATOR = 6, 4  # coefficients of P and Q
 
@@ -44,7 +45,8 @@ class SplineMLP(nn.Module):
         for name, child in base.named_children():
             self.add_module(name, child)
         self.entry, self.kind = dict(entry), entry["function"]
-        self.act = _activation(base)
+        name = entry.get("activation")
+        self.act = ACT2FN[name] if name else _activation(base)
         weight = self._part("down").weight
         width = weight.shape[0 if entry["transposed"] else 1]
         groups = entry["groups"] or width

@@ -129,9 +129,9 @@ def work_of(begin: Beginning, mixture: Mixture) -> Work:
     ]
     own = (begin.kind, begin.seed, mixture.shape, mixture.layers)
     parts = (*own, begin.calibration.identity, texts)
-    layer = sum(mixture.checkpoint.tensors[n].numel for n in blocks.names(0))
+    layer = sum(mixture.checkpoint.tensors[n].numel for n in blocks.names(mixture.layers[0]))
     experts = mixture.wide(mixture.layers[0]).up.numel * 3 if mixture.wide else 0
-    hidden = blocks.mlp(0).up.shape[1]
+    hidden = blocks.mlp(mixture.layers[0]).up.shape[1]
     peak = 4 * (layer + 2 * experts + 2 * (begin.calibration.tokens + TOKENS) * hidden)
     return Work(
         identity("router", mixture.checkpoint.replace(tensors=tensors), *parts),

@@ -43,6 +43,14 @@ class Family:
     down: str = "mlp.down_proj"
     # Whether `up` holds the rows of gate, then those of up.
     fused_gate_up: bool = False
+    # Whether layers have different tensors by design, as those of hybrids do.
+    uneven: bool = False
+    # Whether the activation is a module of the MLP's; a block must name it otherwise.
+    act_module: bool = True
+    # What the MLP's module computes besides the MLP, in words; no block can take its place then.
+    extra: str = ""
+    # Whether the facts were derived from the model class (discovery.py), and stand in no table.
+    discovered: bool = False
     # Whether matrices are stored as [in, out], as Conv1D does.
     transposed: bool = False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from surgery.families.dense import DENSE
 from surgery.families.family import OPERATED, Family
 from surgery.families.mlp import Blocks
 from surgery.families.moe import MOE
+from surgery.families.remembered import discovered
 
 
 def known() -> Mapping[str, Family]:
@@ -24,8 +24,8 @@ def known() -> Mapping[str, Family]:
 def find(config: Mapping[str, Any]) -> Family:
     """Return the family of a config.json.
 
-    In multimodal models it is that of `text_config` if known. Raises SurgeryError where no
-    `model_type` is in the tables.
+    In multimodal models it is that of `text_config` if known. A `model_type` that is in no table is
+    looked up by discovery (discovery.py). Raises SurgeryError where that proves nothing.
     """
     stated = ((config.get("text_config") or {}).get("model_type"), config.get("model_type"))
     types = [str(t).removeprefix(OPERATED) for t in stated if t]
@@ -36,11 +36,15 @@ def find(config: Mapping[str, Any]) -> Family:
             return table[t].gathered if operated and table[t].loose else table[t]
     if not types:
         raise SurgeryError("config.json has no model_type", "is this a Hugging Face checkpoint?")
-    near = difflib.get_close_matches(types[0], table, 3)
-    hint = f"nearest: {', '.join(near)}; " if near else ""
-    raise SurgeryError(
-        f"model_type {types[0]!r} is not supported", f"{hint}`surgery families` lists what is"
-    )
+    found = discovered(_stock(config))
+    operated = str(config.get("model_type")).startswith(OPERATED)
+    return found.gathered if operated and found.loose else found
+
+
+def _stock(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config without the custom-code blocks that surgery put into it."""
+    kind = str(config.get("model_type")).removeprefix(OPERATED)
+    return {k: v for k, v in config.items() if k != "surgery_blocks"} | {"model_type": kind}
 
 
 def locate(checkpoint: Checkpoint) -> Blocks:
@@ -50,8 +54,10 @@ def locate(checkpoint: Checkpoint) -> Blocks:
     """
     family = find(checkpoint.config)
     require_language_model(checkpoint, known())
-    count = int(checkpoint.text_config.get(family.layers_key) or 0)
-    prefixes = {m["prefix"] for m in _layer_names(family, checkpoint.tensors)}
+    found = list(_layer_names(family, checkpoint.tensors))
+    prefixes = {m["prefix"] for m in found}
+    stated = checkpoint.text_config.get(family.layers_key)
+    count = int(stated or max((int(m["layer"]) + 1 for m in found), default=0))
     if not prefixes or not count:
         raise SurgeryError(
             f"no tensor of a {family.model_type} layer among {len(checkpoint.tensors)} tensors",

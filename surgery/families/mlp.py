@@ -86,6 +86,26 @@ class Blocks:
         """Return the factor of an MLP's output in the residual stream (Granite)."""
         return float(self.checkpoint.text_config.get("residual_multiplier") or 1.0)
 
+    def has_mlp(self, index: int) -> bool:
+        """Return whether decoder layer `index` has a dense MLP; in hybrids some have none."""
+        return f"{self.layer(index)}{self.family.down}.weight" in self.checkpoint.tensors
+
+    @property
+    def dense(self) -> tuple[int, ...]:
+        """The layers that are operated on: those with a dense MLP, where layers differ by design.
+
+        Raises SurgeryError where none has one.
+        """
+        if not self.family.uneven:
+            return tuple(range(self.count))
+        found = tuple(index for index in range(self.count) if self.has_mlp(index))
+        if not found:
+            raise SurgeryError(
+                f"no layer of this {self.family.model_type} has a dense MLP",
+                "give a model whose layers have one",
+            )
+        return found
+
     def names(self, index: int) -> list[str]:
         """Return the names of all tensors of decoder layer `index`."""
         start = self.layer(index)

@@ -345,7 +345,7 @@ def _free(blocks: Blocks) -> tuple[int, ...]:
     """Return the layers whose MLP is as the source had it."""
     changed = block_config.changed(blocks.checkpoint.config)
     taken = {index for entry in changed for index in entry["layers"]}
-    return tuple(index for index in range(blocks.count) if index not in taken)
+    return tuple(index for index in blocks.dense if index not in taken)
 
 
 def _require_free(checkpoint: Checkpoint, layers: Collection[int]) -> None:
@@ -545,7 +545,7 @@ def _promised(work: Work, index: int, mlp: Mlp, width: int) -> Mlp:
 def _work(job: _Job) -> Work:
     options, checkpoint = job.options, job.blocks.checkpoint
     slots, tokens = job.entries[0]["keys"] ** 2, options.calibration.tokens
-    layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(0))
+    layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(job.layers[0]))
     peak = 3 * layer + 4 * 4 * tokens * job.hidden + 4 * 3 * slots**2
     if job.entries[0]["slots"] == "neurons":
         peak += 2 * min(init_of.MASSES, tokens * slots) + 4 * 2 * min(

@@ -268,10 +268,10 @@ def _check(checkpoint: Checkpoint, options: Options) -> _Job:
     _require_possible(blocks, options)
     chosen = chosen_layers(blocks, options.layers)
     rank = bypass_rank(options.bypass, blocks, options.repair)
-    every = len(chosen) == blocks.count and not checkpoint.config.get("surgery_blocks")
+    every = chosen == chosen_layers(blocks, None) and not checkpoint.config.get("surgery_blocks")
     stock = every and options.stage == 1 and not rank
     family, swap = blocks.family, options.swap
-    biased = bool(family.bias_key) and not blocks.mlp(0).biased
+    biased = bool(family.bias_key) and not blocks.mlp(chosen[0]).biased
     shifts = stock and swap.rule == "shifted" and biased
     native = shifts or (stock and swap.how.plain and bool(family.activation_key))
     job = _Job(
@@ -298,7 +298,7 @@ def _require_possible(blocks: Blocks, options: Options) -> None:
             "relu2 without repair are known",
             "relufy the dense model first, then upcycle; or give --repair none",
         )
-    if not family.activation_key and plain and options.repair == "none":
+    if family.is_moe and not family.activation_key:
         raise SurgeryError(
             f"the activation of {family.model_type} is fixed in its code, and no config field "
             "changes it",
@@ -395,8 +395,8 @@ def _converted(job: _Job, index: int, work: Work | None) -> dict[str, LazyTensor
 def _work(job: _Job) -> Work:
     checkpoint, calibration = job.blocks.checkpoint, job.options.calibration
     parts = dataclasses.asdict(dataclasses.replace(job.options, calibration=None))  # type: ignore[arg-type]
-    hidden, width = job.blocks.mlp(0).down.shape
-    layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(0))
+    hidden, width = job.blocks.mlp(job.layers[0]).down.shape
+    layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(job.layers[0]))
     streams = 3 * 4 * calibration.tokens * hidden
     peak = layer * COPIES[job.options.repair] + streams + fit_nbytes(hidden, width, job.rank)
     return Work(

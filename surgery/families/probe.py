@@ -1,0 +1,328 @@
+"""Find the MLPs of a model by running it, and prove what they compute.
+
+Every module is hooked while a small model reads a few tokens in fp64. An MLP is then three matrices
+(or two) between which the numbers agree with a formula:
+
+    y = down(act(gate(x)) * up(x))        or        y = down(act(up(x)))
+
+where x is what gate and up read, and act is a function of ACT2FN. Names decide nothing: the formula
+must reproduce what `down` read to TOLERANCE, on the model's own rows and on rows 20 times as large,
+which a clamp would change.
+
+Shapes: n rows, H hidden_size, F intermediate_size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.pytorch_utils import Conv1D
+
+TOLERANCE = 1e-10
+LARGE = 20.0
+# Parts of paths that hold no MLP of the language model's stream.
+ELSEWHERE = re.compile(
+    r"(^|[._])(\w*attn\w*|\w*attention\w*|\w*norm\w*|router|experts)([._]|$)", re.I
+)
+# The first of several names of one function is taken.
+COMMON = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "quick_gelu", "tanh",
+          "sigmoid", "gelu_fast")  # fmt: skip
+
+
+@dataclass(slots=True)
+class Call:
+    """What one call of a module was given and gave back."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+
+    @property
+    def input(self) -> Tensor | None:
+        """The first tensor that it was given."""
+        given = (*self.args, *self.kwargs.values())
+        return next((t for t in given if isinstance(t, Tensor) and t.is_floating_point()), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """One MLP whose formula was proved. Paths are relative to its layer.
+
+    Args:
+        gate: None where there is none; the same as `up` where both are one matrix.
+        activation: a name of ACT2FN.
+        up_first: whether a fused matrix holds the rows of up before those of gate.
+        home: the module that computes the MLP and nothing else; "" where no module does.
+        act: the module of the activation, if it has one.
+        extra: what the smallest module around the MLP computes besides, in words; "" if nothing.
+    """
+
+    gate: str | None
+    up: str
+    down: str
+    activation: str
+    fused: bool = False
+    up_first: bool = False
+    transposed: bool = False
+    home: str = ""
+    act: str | None = None
+    extra: str = ""
+    width: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Trace:
+    """The calls of every module of a model, by name, in the order in which they ended."""
+
+    calls: dict[str, Call] = field(default_factory=dict)
+
+
+def trace(model: nn.Module, run: Callable[[], Any]) -> Trace:
+    """Run the model once, and return the first call of every module."""
+    found, hooks = Trace(), []
+
+    def watch(name: str, module: nn.Module) -> None:
+        given: list[tuple[Any, Any]] = []
+
+        def before(m: nn.Module, args: Any, kwargs: Any) -> None:
+            given.append((_copied(args), _copied(kwargs)))
+
+        def after(m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            inputs, keywords = given.pop()
+            if isinstance(first, Tensor) and name not in found.calls:
+                found.calls[name] = Call(inputs, keywords, first.detach().clone())
+
+        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(module.register_forward_hook(after, with_kwargs=True))
+
+    for name, module in model.named_modules():
+        watch(name, module)
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, tuple | list):
+        return type(value)(_copied(v) for v in value) if type(value) in (tuple, list) else value
+    if type(value) is dict:
+        return {k: _copied(v) for k, v in value.items()}
+    return value
+
+
+def randomise(model: nn.Module, seed: int = 0) -> None:
+    """Give all weights sizes at which activations bend: the pre-activations reach ±4 or so."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                spread = 1.5 / max(1, min(p.shape[-1], p.shape[-2])) ** 0.5
+                p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * spread)
+            elif p.is_floating_point():
+                p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.1)
+
+
+def prove(layer: nn.Module, name: str, found: Trace, stated: Sequence[str]) -> Iterator[Proof]:
+    """Yield the MLPs of a layer that are proved.
+
+    Args:
+        layer: the layer.
+        name: its name in the model.
+        found: a run of the model.
+        stated: the activations that the config names, which go before others of the same function.
+    """
+    matrices = {
+        path: m
+        for path, m in layer.named_modules()
+        if isinstance(m, nn.Linear | Conv1D)
+        and f"{name}.{path}" in found.calls
+        and not ELSEWHERE.search(path)
+    }
+    for down, module in matrices.items():
+        wide, hidden = _sizes(module)
+        if hidden == wide:
+            continue
+        others = [p for p, m in matrices.items() if p != down and _sizes(m)[0] == hidden]
+        for parts in _parts(others, matrices, wide):
+            if (act := _formula(parts, down, name, found, stated)) is not None:
+                yield _proof(layer, name, parts, down, act, found)
+                break
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    """Return how many numbers a matrix reads and how many it gives."""
+    rows, columns = module.weight.shape
+    return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    gate: str | None
+    up: str
+    fused: bool = False
+    up_first: bool = False
+
+
+def _parts(others: Sequence[str], matrices: Mapping[str, Any], wide: int) -> Iterator[_Parts]:
+    """Yield the possible gates and ups of an MLP of this width."""
+    single = [p for p in others if _sizes(matrices[p])[1] == wide]
+    for gate, up in permutations(single, 2):
+        yield _Parts(gate, up)
+    for up in single:
+        yield _Parts(None, up)
+    for both in (p for p in others if _sizes(matrices[p])[1] == 2 * wide):
+        yield _Parts(both, both, fused=True)
+        yield _Parts(both, both, fused=True, up_first=True)
+
+
+def _formula(
+    parts: _Parts, down: str, name: str, found: Trace, stated: Sequence[str]
+) -> str | None:
+    """Return the activation with which the formula holds; None if there is none."""
+    h = found.calls[f"{name}.{down}"].input
+    up = found.calls[f"{name}.{parts.up}"]
+    gate = found.calls[f"{name}.{parts.gate}"] if parts.gate else None
+    if h is None or up.input is None or (gate and not same(gate.input, up.input)):
+        return None
+    g, u = _gate_and_up(parts, None if gate is None else gate.output, up.output)
+    if g.numel() != h.numel():
+        return None
+    names = dict.fromkeys([*stated, *COMMON, *ACT2FN])
+    return next((n for n in names if n in ACT2FN and same(h, _product(n, g, u))), None)
+
+
+def _gate_and_up(parts: _Parts, gate: Tensor | None, up: Tensor) -> tuple[Tensor, Tensor | None]:
+    if parts.fused:
+        first, second = up.chunk(2, dim=-1)
+        return (second, first) if parts.up_first else (first, second)
+    return (up, None) if gate is None else (gate, up)
+
+
+def _product(act: str, g: Tensor, u: Tensor | None) -> Tensor | None:
+    try:
+        function: Any = ACT2FN[act]
+        opened: Tensor = function.to(g.dtype)(g) if isinstance(function, nn.Module) else function(g)
+    except Exception:  # one that needs a GPU, or a shape of its own
+        return None
+    return opened if u is None else opened * u
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether two tensors hold the same numbers, in whatever shape."""
+    if a is None or b is None or a.numel() != b.numel() or not a.numel():
+        return False
+    a, b = a.detach().flatten().double(), b.detach().flatten().double()
+    return float((a - b).norm()) <= TOLERANCE * float(b.norm()) and bool(b.norm() > 0)
+
+
+def _proof(layer: nn.Module, name: str, parts: _Parts, down: str, act: str, found: Trace) -> Proof:
+    """Return the MLP, with the module that is its home."""
+    paths = [p for p in (parts.gate, parts.up, down) if p]
+    home = _common(paths)
+    extra = _extra(layer, name, home, parts, down, act, found) if home else ""
+    h = found.calls[f"{name}.{down}"].input
+    up = found.calls[f"{name}.{parts.up}"].output
+    gate = found.calls[f"{name}.{parts.gate}"].output if parts.gate else None
+    g, _ = _gate_and_up(parts, gate, up)
+    named = (
+        p
+        for p, m in layer.named_modules()
+        if p
+        and not any(True for _ in m.parameters())
+        and (c := found.calls.get(f"{name}.{p}"))
+        and not isinstance(m, nn.Dropout | nn.Identity)
+        and (parts.gate is not None or same(c.output, h))
+        and same(c.input, g)
+    )
+    matrix = layer.get_submodule(down)
+    return Proof(
+        gate=parts.gate,
+        up=parts.up,
+        down=down,
+        activation=act,
+        fused=parts.fused,
+        up_first=parts.up_first,
+        transposed=isinstance(matrix, Conv1D),
+        home=home,
+        act=next(named, None),
+        extra=extra,
+        width=_sizes(matrix)[0],
+    )
+
+
+def _common(paths: Sequence[str]) -> str:
+    """Return the path of the module that all of these are in; "" for the layer itself."""
+    split = [p.split(".")[:-1] for p in paths]
+    shared = []
+    for names in zip(*split, strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    return ".".join(shared)
+
+
+def _extra(
+    layer: nn.Module,
+    name: str,
+    home: str,
+    parts: _Parts,
+    down: str,
+    act: str,
+    found: Trace,
+) -> str:
+    """Return what the home of an MLP computes besides the formula, "" where that is nothing."""
+    call = found.calls.get(f"{name}.{home}")
+    if call is None or call.input is None:
+        return f"{home} gives no tensor"
+    if not same(call.input, found.calls[f"{name}.{parts.up}"].input):
+        return f"{home} changes its input before the matrices read it"
+    if not same(call.output, found.calls[f"{name}.{down}"].output):
+        return f"{home} changes what {down} gives, or adds to it"
+    module = layer.get_submodule(home)
+    rows = call.input
+    for scale in (1.0, LARGE):
+        x = rows * scale
+        wanted = _compute(layer, parts, down, act, x)
+        try:
+            with torch.no_grad():
+                given = module(x, *call.args[1:], **_without_first(call))
+        except Exception as e:
+            return f"{home} cannot run alone ({type(e).__name__})"
+        given = given[0] if isinstance(given, tuple) else given
+        if not same(given, wanted):
+            error = float((given - wanted).norm() / wanted.norm())
+            return (
+                f"{home} differs from the formula by {error:.1e} on rows {scale:g} times as large"
+            )
+    return ""
+
+
+def _without_first(call: Call) -> dict[str, Any]:
+    """Return the keywords of a call without the rows, where those were one of them."""
+    if call.args:
+        return call.kwargs
+    first = next((k for k, v in call.kwargs.items() if isinstance(v, Tensor)), "")
+    return {k: v for k, v in call.kwargs.items() if k != first}
+
+
+@torch.no_grad()
+def _compute(layer: nn.Module, parts: _Parts, down: str, act: str, x: Tensor) -> Tensor:
+    up = layer.get_submodule(parts.up)(x)
+    gate = layer.get_submodule(parts.gate)(x) if parts.gate and not parts.fused else None
+    h = _product(act, *_gate_and_up(parts, gate, up))
+    y: Tensor = layer.get_submodule(down)(h)
+    return y

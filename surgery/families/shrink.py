@@ -1,0 +1,117 @@
+"""Make a config small: the same class, the same switches, tiny sizes and few layers.
+
+A model of such a config runs in milliseconds, and its MLPs compute what those of the whole one do.
+Sizes are known by the names that configs give them. Switches (strings, booleans, fractions) stay.
+
+Shapes: H hidden_size 32, F intermediate_size 56; all sizes differ, so that a shape tells its role.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN, WIDTH, VOCAB, HEADS, HEAD = 32, 56, 96, 4, 8
+EXPERTS = 6
+MOST_LAYERS = 8
+
+# What a field becomes, by a pattern of its whole name; the first match wins. Fields that are not
+# named, and fields of None, stay.
+_SIZES: tuple[tuple[str, Any], ...] = (
+    (r"(moe|expert)_?(intermediate|ffn_hidden|shared_expert_intermediate)_size", 24),
+    (r"expert_ffn_hidden_size", 24),
+    (r"(moe_)?shared_experts?_intermediate_size|shared_intermediate_size", 40),
+    (r"intermediate_size_mlp", 48),
+    (r"(dense_)?intermediate_size|ffn_hidden_size|n_inner|d_inner|dff|dim_ff", WIDTH),
+    (r"(en|de)coder_ffn_dim|ffn_dim|feed_forward_size|block_dim|attention_dim_ff", WIDTH),
+    (r"hidden_size|n_embd|d_model|dim_model|emb_dim|embedding_dim|embed_dim|lru_width", HIDDEN),
+    (r"attention_hidden_size", 2 * HIDDEN),
+    (r"word_embed_proj_dim|(input|output)_embedding_size|embedding_size", 16),
+    (r"backbone_hidden_size|cross_hidden_size", HIDDEN),
+    (r"hidden_size_per_layer_input", 12),
+    (r"(num_|swa_num_|(en|de)coder_|num_(en|de)coder_)?attention_heads|n_heads?", HEADS),
+    (r"num_heads", HEADS),
+    (r"(swa_)?num_key_value_heads|num_kv_heads|num_query_groups|multi_query_group_num", 2),
+    (r"num_global_key_value_heads", 2),
+    (r"(swa_|global_)?head_dim|attention_head_(dim|size)|dim_head|d_head|d_kv|kv_channels", HEAD),
+    (r"d_rel|rel_extent", 8),
+    (r"rotary_dim", 4),
+    (r"num_decoder_layers|num_encoder_layers|(en|de)coder_layers", 3),
+    (r"vocab_size_per_layer_input|vocab_size|unpadded_vocab_size|decoder_vocab_size", VOCAB),
+    (r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length)", 256),
+    (r"(num_|num_local_|n_routed_|moe_num_)experts", EXPERTS),
+    (r"(num_experts_per_tok(en)?|moe_k|moe_topk|moe_top_k|top_k_experts)", 2),
+    (r"n_group|topk_group|num_expert_group", 1),
+    (r"(n_shared_experts|num_shared_experts|moe_num_shared_experts)", 1),
+    (r"zero_expert_num", 2),
+    (r"kv_lora_rank|o_lora_rank|hc_lowrank|laurel_rank|adapter_rank|gated_norm_rank", 16),
+    (r"q_lora_rank", 20),
+    (r"qk_rope_head_dim", 4),
+    (r"qk_nope_head_dim|v_head_dim|index_head_dim", 8),
+    (r"qk_head_dim", 12),
+    (r"index_n_heads", 4),
+    (r"index_topk", 8),
+    (r"linear_num_(key|value)?_?heads", 4),
+    (r"linear_(key|value)?_?head_dim", 8),
+    (r"mamba_(n|num)_heads|n_mamba_heads", 8),
+    (r"mamba_(d_head|head_dim|headdim)", 8),
+    (r"mamba_d_ssm", 64),
+    (r"mamba_d_state|ssm_state_size|state_size", 8),
+    (r"mamba_(n_groups|ngroups)", 1),
+    (r"mamba_dt_rank|time_step_rank", 4),
+    (r"(mamba_)?chunk_size", 8),
+    (r"n_groups", 1),
+    (r"sliding_window(_size)?|window_size|attention_window_size|keep_window_size|local_attention", 8),
+    (r"original_max_position_embeddings", 64),
+    (r"image_size", 28),
+    (r"patch_size", 14),
+    (r"(image|video|audio)_token_(id|index)", 90),
+    (r"ngram_vocab_size_base", 100),
+    (r"router_hidden_size", 16),
+    (r"(pronunciation|shape)_embed_dim", 16),
+    (r"(pronunciation|shape)_vocab_size", 32),
+    (r"encoder_hash_byte_group_vocab", 64),
+    (r"depths?", 2),
+)  # fmt: skip
+_LAYERS = re.compile(r"num_hidden_layers|n_layers?|num_layers|num_blocks")
+_TOKEN = re.compile(
+    r"(pad|bos|eos|unk|sep|cls|mask|decoder_start|forced_eos|eod|boi|eoi|boa|eoa)"
+    r"(_token)?_(id|index)"
+)
+# Latent attention has no key-value heads of its own, and calls the rotary part of a head its size.
+_LATENT = {"num_key_value_heads": HEADS, "head_dim": 4}
+_COMPILED = tuple((re.compile(pattern), value) for pattern, value in _SIZES)
+
+
+def shrink(config: Mapping[str, Any], layers: int = MOST_LAYERS) -> dict[str, Any]:
+    """Return a small config with the switches of `config`.
+
+    It has at most `layers` layers, and lists with an item for each layer are cut to them.
+    """
+    out: dict[str, Any] = {}
+    counts = {v for k, v in config.items() if _LAYERS.fullmatch(k) and isinstance(v, int)}
+    kept = min(layers, max(counts, default=layers))
+    for name, value in config.items():
+        if name == "per_layer_config" and isinstance(value, Mapping):
+            out[name] = {i: v for i, v in value.items() if int(i) < kept}
+        elif isinstance(value, Mapping) and name.endswith(("config", "_cfg")):
+            out[name] = shrink(value, layers)
+        elif _LAYERS.fullmatch(name) and isinstance(value, int):
+            out[name] = min(value, kept)
+        elif isinstance(value, list | tuple) and len(value) in counts and len(value) > kept:
+            out[name] = [_item(name, v) for v in list(value)[:kept]]
+        else:
+            out[name] = _item(name, value)
+    return out | (_LATENT if config.get("qk_rope_head_dim") else {})
+
+
+def _item(name: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    if _TOKEN.fullmatch(name):
+        return value if value < VOCAB - 8 else value % (VOCAB - 16) + 1
+    for pattern, size in _COMPILED:
+        if pattern.fullmatch(name):
+            return min(value, size) if isinstance(size, int) else size
+    return value
