@@ -316,8 +316,9 @@ def _mixture(layer: Any) -> tuple[str, str, str] | None:
     for name, module in layer.named_modules():
         weight = getattr(module, "weight", None)
         inside = name.startswith(f"{experts}.")
-        matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2
-        if matrix and len(weight) == EXPERTS and not inside:
+        if inside or not isinstance(weight, torch.Tensor):
+            continue
+        if weight.ndim == 2 and len(weight) == EXPERTS:
             a, b = experts.split("."), name.split(".")
             common = [x for x, y in zip(a, b, strict=False) if x == y]
             return experts, name, ".".join(common)

@@ -62,7 +62,7 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r"mamba_dt_rank|time_step_rank", 4),
     (r"(mamba_)?chunk_size", 8),
     (r"n_groups", 1),
-    (r"sliding_window(_size)?|window_size|attention_window_size|keep_window_size|local_attention", 8),
+    (r"sliding_window(_size)?|(attention|keep)_window_size|window_size|local_attention", 8),
     (r"original_max_position_embeddings", 64),
     (r"image_size", 28),
     (r"patch_size", 14),
