@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,13 @@ from surgery.operations.memory import memory
 from surgery.operations.relufy import relufy
 from surgery.operations.splinify import splinify
 from surgery.operations.upcycle import upcycle
+from surgery.proof.require import Require
 from surgery.storage import open_checkpoint
 from surgery.workflow.convert import convert_alone
+from surgery.workflow.record import read_record
+from surgery.workflow.request import Demands
 from surgery.workflow.settle import settle
-from surgery.workflow.verify import verify_folder
+from surgery.workflow.verify import recorded_texts, verify_folder
 
 if TYPE_CHECKING:
     from surgery.analysis.analyze import Analysis
@@ -76,7 +80,7 @@ def inspect(checkpoint: Checkpoint) -> Weights:
 def analyze(
     checkpoint: Checkpoint,
     *,
-    text: str | Path | None = None,
+    text: str | Path | Sequence[str | Path] = (),
     tokens: int = 16384,
     sequence_length: int = 512,
     device: str | None = None,
@@ -87,7 +91,8 @@ def analyze(
     The checkpoint may be the result of operations that was never written.
 
     Args:
-        text: a file, a folder or a .jsonl; the embedded calibration text by default.
+        text: a file, a folder or a .jsonl, or several, perhaps with weights ("notes.txt=2"); by
+            default the built-in text of all domains.
         tokens: how many tokens to measure on.
         sequence_length: tokens of a window.
         device: "cuda", "mps" or "cpu"; by default the fastest there is.
@@ -104,12 +109,14 @@ def analyze(
     from surgery.calibration.walk import choose_device, choose_dtype
 
     checkpoint, place = settle(checkpoint), choose_device(device)
+    texts = [str(t) for t in ([text] if isinstance(text, str | Path) else text)]
     sample = sample_ids(
         checkpoint,
         tokens=tokens,
         sequence_length=sequence_length,
-        split="calibration",
-        file=None if text is None else expanded(text),
+        part="all" if texts else "fit",
+        texts=texts,
+        mix=0.0 if texts else None,
     )
     return analysis.analyze(checkpoint, sample, dtype=choose_dtype(dtype, place), device=place)
 
@@ -157,6 +164,8 @@ def verify(
     *,
     trust_remote_code: bool = False,
     allow_nonfinite: bool = False,
+    max_perplexity: float | None = None,
+    texts: Sequence[str | Path] = (),
 ) -> Verification:
     """Prove the output in the folder `out` against the source it was made from.
 
@@ -166,6 +175,9 @@ def verify(
         trust_remote_code: let code that comes with the checkpoints run.
         allow_nonfinite: let a source pass whose logits are NaN or Inf, although nothing can be
             compared with it.
+        max_perplexity: how many times the source's perplexity that of the output may be, in the
+            geometric mean over all domains; by default what the output was made with.
+        texts: further texts to measure on, files or folders that nothing was fitted on.
 
     Raises SurgeryError for a folder that surgery did not write.
 
@@ -174,7 +186,13 @@ def verify(
         True
     """
     folder = _folder(out)
-    return verify_folder(source, folder, trust_remote_code, allow_nonfinite=allow_nonfinite)
+    demands = Demands(
+        trust_remote_code=trust_remote_code,
+        allow_nonfinite=allow_nonfinite,
+        require=None if max_perplexity is None else Require(max_perplexity=max_perplexity),
+        texts=recorded_texts(read_record(folder), folder, list(map(str, texts))),
+    )
+    return verify_folder(source, folder, demands)
 
 
 def _folder(out: str | Path) -> Path:

@@ -19,6 +19,7 @@ from surgery.files import is_url
 if TYPE_CHECKING:
     from surgery.checkpoint import Checkpoint
     from surgery.cli.screen import Bars
+    from surgery.proof.require import Require
     from surgery.storage.processes import Group
     from surgery.workflow.convert import Result
     from surgery.workflow.publish import Pushed
@@ -60,6 +61,13 @@ _WRITING: dict[str, Decorator] = {
         is_flag=True,
         help="Let a source pass whose logits are NaN or Inf: nothing can be compared with it, and "
         "the card says so.",
+    ),
+    "max_perplexity": click.option(
+        "--max-perplexity",
+        type=float,
+        metavar="TIMES",
+        help="Fail where perplexity is more than so many times the source's, in the geometric mean "
+        "over all domains, like 1.2.",
     ),
     "push": click.option(
         "--push",
@@ -103,14 +111,24 @@ _CALIBRATED: dict[str, Decorator] = {
     ),
     "text": click.option(
         "--text",
-        type=LOCATION,
-        metavar="PATH",
-        help="Text to calibrate on: a file, a .jsonl or a folder. [default: built-in, mixed]",
+        multiple=True,
+        metavar="PATH[=WEIGHT]",
+        help="Text to calibrate on: a file, a .jsonl, a folder, or a built-in domain like "
+        "builtin:german; again for more. [default: the built-in text of all domains]",
     ),
     "dataset": click.option(
         "--dataset",
-        metavar="ID",
-        help="A data set of the Hub to calibrate on, OWNER/NAME or OWNER/NAME:CONFIGURATION.",
+        multiple=True,
+        metavar="ID[=WEIGHT]",
+        help="A data set of the Hub to calibrate on, OWNER/NAME or OWNER/NAME:CONFIGURATION; "
+        "again for more.",
+    ),
+    "mix": click.option(
+        "--mix",
+        type=float,
+        metavar="SHARE",
+        help="The share of the built-in text of all domains beside --text and --dataset; with 0 it "
+        "is not measured on either. [default: 0.5]",
     ),
     "generated": click.option(
         "--generated",
@@ -149,6 +167,7 @@ class CommonOptions:
     out: str | None
     no_verify: bool
     allow_nonfinite: bool
+    max_perplexity: float | None
     push: str | None
     private: bool
     pr: bool
@@ -170,6 +189,13 @@ class CommonOptions:
             stream=self.stream,
             strip_prefix=self.strip_prefix,
         )
+
+    @property
+    def require(self) -> Require:
+        """What the verification is to find for the output to pass."""
+        from surgery.proof.require import Require
+
+        return Require(max_perplexity=self.max_perplexity)
 
     @property
     def silent(self) -> bool:
@@ -234,7 +260,11 @@ def calibrated(function: F) -> F:
         from surgery.checkpoint import parse_size
 
         found = {name: values.pop(name) for name in _CALIBRATED}
-        given = {n.removeprefix("calibration_"): v for n, v in found.items() if v is not None}
+        given: dict[str, Any] = {
+            n.removeprefix("calibration_"): list(v) if isinstance(v, tuple) else v
+            for n, v in found.items()
+            if v is not None and v != ()
+        }
         if "memory_budget" in given:
             given["memory_budget"] = parse_size(given["memory_budget"])
         return function(calibration=given, **values)
@@ -286,6 +316,7 @@ def _print_recipe(common: CommonOptions, output: Checkpoint) -> int:
         output,
         max_shard_size=common.shard_bytes,
         verify=not common.no_verify,
+        require=common.require,
         finetune=common.finetune,
         push=push,
     )
@@ -331,6 +362,7 @@ def _request(common: CommonOptions, out: Path, hardlink: bool) -> Request:
         max_shard_size=common.shard_bytes,
         hardlink=hardlink,
         verify=not common.no_verify,
+        require=common.require,
         allow_nonfinite=common.allow_nonfinite,
         finetune=common.finetune or {},
         trust_remote_code=common.trust_remote_code,
@@ -375,6 +407,8 @@ def _check_delivery(common: CommonOptions) -> None:
         )
     if common.url:
         require_known(common.url)
+    if common.require.as_dict() and common.no_verify:
+        raise UsageError("--max-perplexity with --no-verify", "leave one of them out")
     if common.push and common.url:
         raise UsageError("both --push and a URL", "push from a folder on this disk")
     if common.push and not common.print_recipe:
@@ -401,8 +435,9 @@ def _deliver(common: CommonOptions, result: Result, observer: Bars) -> int:
         screen.echo_json(found)
     if passed and shows:
         outcome.show_next(result.folder, result.record, pushed=common.push or "")
+        outcome.show_conclusion(result.record["verification"], result.record)
     if not passed:
-        outcome.report_failure(result.folder)
+        outcome.report_failure(result.folder, result.record)
     return 0 if passed else 1
 
 

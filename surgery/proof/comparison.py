@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from surgery.calibration.texts import Text
 from surgery.checkpoint import Checkpoint, Progress
 from surgery.checkpoint.row import Row
+from surgery.proof.require import Require
 
-TOKENS = 2048  # of each text
+TOKENS = 2048  # for logits to be compared on
 SHORT = {
     torch.float64: "fp64",
     torch.float32: "fp32",
@@ -30,7 +32,10 @@ class Comparison:
         exact: whether the output claims to compute what the source does.
         dtype: what both are computed in.
         device: where both are computed.
-        tokens: how many tokens of each text are run.
+        texts: those that quality is measured on; by default the built-in ones of all domains.
+        require: limits of the quality, beyond which the verification fails.
+        tokens: how many tokens are run; of each text, where quality is measured. 0 stands for as
+            many as usual.
         allow_nonfinite: whether a source with which nothing can be compared passes.
         progress: is told of each layer that was run.
     """
@@ -40,7 +45,9 @@ class Comparison:
     exact: bool
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
-    tokens: int = TOKENS
+    texts: Sequence[Text] = ()
+    require: Require = field(default_factory=Require)
+    tokens: int = 0
     allow_nonfinite: bool = False
     progress: Progress = lambda n: None
 

@@ -27,9 +27,9 @@ from surgery.workflow.checks import check_request, check_run, scratch
 from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.recipe import dump, recipe_of
 from surgery.workflow.record import make_record, notes_of, read_record
-from surgery.workflow.request import Request
+from surgery.workflow.request import Demands, Request
 from surgery.workflow.settle import prepare, settle
-from surgery.workflow.verify import verify_folder
+from surgery.workflow.verify import texts_of, verify_folder
 
 if TYPE_CHECKING:
     from surgery.proof.verification import Verification
@@ -43,8 +43,8 @@ class Result:
     """A finished conversion: where it is, what was done, what the verification found.
 
     `verification` is None where it was left out; `resumed` counts shards of an earlier run.
-    `advice` is what whoever converts may try instead, `remedies` what to try where the quality is
-    too bad; `has_zeros` says whether skipping them may pay.
+    `advice` is what whoever converts may try instead; `has_zeros` says whether skipping them may
+    pay.
     """
 
     folder: Path
@@ -54,7 +54,6 @@ class Result:
     already: bool = False
     notes: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
-    remedies: list[str] = field(default_factory=list)
     custom_code: bool = False
     has_zeros: bool = False
 
@@ -126,19 +125,24 @@ def convert(
         already=already,
         notes=notes_of(output),
         advice=[a for step in output.steps for a in step.advice],
-        remedies=_remedies(output),
         custom_code=output.custom_code,
         has_zeros=any(r.makes_zeros for s in output.steps if (r := operations.known(s.operation))),
     )
 
 
 def _verified(run: _Run, written: Written | None) -> Verification:
-    """Verify the output; shards that this run has hashed are not read again."""
+    """Verify the output; shards that this run has hashed are not read again.
+
+    Texts are where the command has them, which may not be where the record does.
+    """
     fresh = [n for n, digest in written.digests.items() if digest] if written else ()
-    asked = run.request
-    return verify_folder(
-        run.source, run.out, asked.trust_remote_code, run.observer, fresh, asked.allow_nonfinite
+    demands = Demands(
+        trust_remote_code=run.request.trust_remote_code,
+        allow_nonfinite=run.request.allow_nonfinite,
+        require=run.request.require,
+        texts=texts_of(step.asked for step in run.output.steps),
     )
+    return verify_folder(run.source, run.out, demands, run.observer, fresh)
 
 
 def _settled(run: _Run) -> _Run:
@@ -148,13 +152,6 @@ def _settled(run: _Run) -> _Run:
     run.group.first(partial(_is_there, run))
     output = settle(run.output, scratch(run.out), run.observer, run.group)
     return replace(run, output=output, plan=make_plan(output, run.request.max_shard_size))
-
-
-def _remedies(output: Checkpoint) -> list[str]:
-    """Return what to try where the quality is too bad, each once."""
-    records = ((operations.known(s.operation), s) for s in output.steps)
-    each = (remedy for r, s in records if r for remedy in r.remedies(s.asked))
-    return list(dict.fromkeys(each))
 
 
 def convert_alone(
@@ -210,8 +207,14 @@ def _write(run: _Run) -> Written:
 def _finished(run: _Run, written: Written) -> Written:
     """Write what stands beside the weights; the card only where no verification will write it."""
     output, finetune = run.output, run.request.finetune
-    size, command = run.request.max_shard_size, run.request.command
-    made = recipe_of(output, max_shard_size=size, finetune=finetune, folder=run.out)
+    size, command, require = (
+        run.request.max_shard_size,
+        run.request.command,
+        run.request.require,
+    )
+    made = recipe_of(
+        output, max_shard_size=size, require=require, finetune=finetune, folder=run.out
+    )
     record = make_record(output, run.plan, written.digests, command, finetune, run.out)
     record["notes"] += filter(None, [card.unread(run.source)])
     text = f"# surgery run {RECIPE} --out FOLDER\n{dump(made)}"

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery import operations
-from surgery.checkpoint import Checkpoint
+from surgery.calibration.settings import Calibration
+from surgery.calibration.texts import Text, is_here, moved, to_measure
+from surgery.checkpoint import Checkpoint, Progress
 from surgery.checkpoint.row import Row
 from surgery.errors import SurgeryError
 from surgery.families.classes import without_head
 from surgery.operations.operation import Operation, Parameters
 from surgery.proof.integrity import damaged_shards, nonfinite, stray_weights
+from surgery.proof.require import Require
 from surgery.report import card
 from surgery.storage import finish, open_checkpoint
 from surgery.storage.digest import Digest
 from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.record import read_record
+from surgery.workflow.request import Demands
 from surgery.workflow.trust import require_trust
 
 if TYPE_CHECKING:
+    from surgery.proof.comparison import Comparison
     from surgery.proof.verification import Verification
 
 
 def verify_folder(
     source: Checkpoint,
     folder: Path,
-    trust_remote_code: bool = False,
+    demands: Demands | None = None,
     observer: Observer | None = None,
     fresh: Iterable[str] = (),
-    allow_nonfinite: bool = False,
 ) -> Verification:
     """Verify the output in `folder` against its source; write the result into its surgery.json.
 
@@ -38,12 +43,13 @@ def verify_folder(
     2. Names and shapes, then parity or quality, then the operations' own checks.
     3. The record and the card are written.
 
-    `fresh` are shards that were hashed while this very run wrote them. With `allow_nonfinite` a
-    source whose logits are NaN or Inf passes, although nothing can be compared with it.
+    `fresh` are shards that were hashed while this very run wrote them.
     """
-    observer = observer or Silent()
+    observer, demands = observer or Silent(), demands or Demands()
     record = read_record(folder)
-    require_trust(source, trust_remote_code)
+    require = demands.require or Require.of(record.get("require"))
+    record |= {"require": require.as_dict()} if require.as_dict() else {}
+    require_trust(source, demands.trust_remote_code)
     rows, digests = check_files(source, folder, record["shards"], fresh, observer)
     from surgery.proof.verification import Verification  # torch and transformers
 
@@ -51,9 +57,12 @@ def verify_folder(
     verification, output = Verification(rows=tuple(rows), exact=exact, dtype=""), None
     if verification.passed:
         output = open_checkpoint(folder)
-        require_trust(output, trust_remote_code)
+        require_trust(output, demands.trust_remote_code)
+        texts = demands.texts or recorded_texts(record, folder)
+        asked = replace(demands, require=require, texts=texts)
         with observer.stage("verifying", 0, "layer") as progress:
-            verification = _verified(source, output, record, rows, allow_nonfinite, progress)
+            pair = _pair(source, output, exact, asked, progress)
+            verification = _verified(pair, record, rows)
     for name, digest in digests.items():
         record["shards"][name] |= digest
     record["verification"] = verification.as_dict()
@@ -61,32 +70,59 @@ def verify_folder(
     return verification
 
 
-def _verified(
-    source: Checkpoint,
-    output: Checkpoint,
-    record: Mapping[str, Any],
-    rows: list[Row],
-    allow_nonfinite: bool,
-    progress: Any,
-) -> Verification:
+def _pair(
+    source: Checkpoint, output: Checkpoint, exact: bool, demands: Demands, progress: Progress
+) -> Comparison:
+    """Return what is compared, and how."""
     from surgery.proof.comparison import Comparison
+
+    return Comparison(
+        source=source,
+        output=output,
+        exact=exact,
+        texts=demands.texts,
+        require=demands.require or Require(),
+        tokens=demands.tokens or 0,
+        allow_nonfinite=demands.allow_nonfinite,
+        progress=progress,
+    )
+
+
+def _verified(pair: Comparison, record: Mapping[str, Any], rows: Sequence[Row]) -> Verification:
+    """Verify with what the operations of the output bring, after the checks of `rows`."""
     from surgery.proof.verification import verify
 
     steps = _steps(record)
-    pair = Comparison(
-        source=source,
-        output=output,
-        exact=bool(record["exact"]),
-        allow_nonfinite=allow_nonfinite,
-        progress=progress,
-    )
     return verify(
         pair,
         layers=record["layers"] or None,
-        beside=_beside(source, output, steps),
+        beside=_beside(pair.source, pair.output, steps),
         checks=[check for operation, p in steps for check in operation.checks(p)],
         first=rows,
     )
+
+
+def texts_of(steps: Iterable[Parameters], whole: Sequence[str] = ()) -> list[Text]:
+    """Return the texts to measure quality on: built-in ones, and those that steps were fitted to.
+
+    `whole` are texts that nothing was fitted on.
+    """
+    found = [Calibration.of(p["calibration"]) for p in steps if p.get("calibration")]
+    return to_measure([(c.texts, c.datasets, c.mix) for c in found], whole)
+
+
+def recorded_texts(
+    record: Mapping[str, Any], folder: Path, whole: Sequence[str] = ()
+) -> list[Text]:
+    """Return the texts to measure an output on; those of its record that are gone are left out."""
+    steps = []
+    for step in record["recipe"]:
+        calibration = Calibration.of(step.get("calibration"))
+        placed = [moved(text, lambda path: str(folder / path)) for text in calibration.texts]
+        here = [t for t in placed if is_here(t)]
+        kept = replace(calibration, text=here, mix=calibration.mix if here else None)
+        steps.append({"calibration": kept})
+    return texts_of(steps, whole)
 
 
 def _steps(record: Mapping[str, Any]) -> list[tuple[Operation, Parameters]]:
@@ -114,7 +150,7 @@ def require_verifiable(source: Checkpoint, output: Checkpoint) -> None:
     from surgery.proof.verification import require_text
 
     _require_names(source, output)
-    require_text(source, output)
+    require_text(source, output, texts_of(step.asked for step in output.steps))
 
 
 def _require_names(source: Checkpoint, output: Checkpoint) -> None:
