@@ -82,11 +82,11 @@ def chosen_layers(blocks: Blocks, layers: Collection[int] | None) -> tuple[int, 
 
 
 def bypass_rank(bypass: int | str, blocks: Blocks, repair: str) -> int:
-    """Return the rank of a bypass beside an MLP, given as a number or "full".
+    """Return the rank of a bypass beside an MLP, given as a number, "full" or "none".
 
     Raises UsageError for a rank that is impossible, or a repair that would not fit the bypass.
     """
-    if not bypass:
+    if not bypass or bypass == "none":
         return 0
     hidden = blocks.mlp(0).down.shape[0]
     rank = hidden if bypass == "full" else int(bypass)

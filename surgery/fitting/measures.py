@@ -31,11 +31,16 @@ def better(before: N, after: N, rows: Rows) -> tuple[N, dict[str, float]]:
     return kept, {"error": errors[0], "repaired": min(errors)}
 
 
-def sparsity(neurons: Neurons, rows: Rows, stop: int | None = None) -> float:
-    """Return the fraction of exact zeros among the products of rows [0, stop)."""
+def sparsity(
+    neurons: Neurons, rows: Rows, stop: int | None = None, width: int | None = None
+) -> float:
+    """Return the fraction of exact zeros among the products of rows [0, stop).
+
+    Only the first `width` neurons are counted, where it is given.
+    """
     zeros = total = 0
     for z, _, _ in rows.parts(0, stop):
-        h = neurons.product(z)
+        h = neurons.product(z)[:, :width]
         zeros += h.numel() - int(h.count_nonzero())
         total += h.numel()
     return zeros / total

@@ -49,6 +49,12 @@ class Rows:
         """Return how many rows are fitted on; those that are held out come after them."""
         return len(self.z) - max(1, int(len(self.z) * HELD_OUT))
 
+    def some(self, count: int) -> Rows:
+        """Return about `count` of the rows, every k-th, with all first tokens."""
+        every = max(1, len(self.z) // count)
+        weight = None if self.weight is None else self.weight[::every]
+        return Rows(z=self.z[::every], y=self.y[::every], weight=weight, first=self.first)
+
     def parts(
         self, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
