@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,7 @@ def inspect(checkpoint: Checkpoint) -> Weights:
 def analyze(
     checkpoint: Checkpoint,
     *,
-    text: str | Path | None = None,
+    text: str | Path | Sequence[str | Path] = (),
     tokens: int = 16384,
     sequence_length: int = 512,
     device: str | None = None,
@@ -85,7 +86,7 @@ def analyze(
     The checkpoint may be the result of operations that was never written.
 
     Args:
-        text: a file, a folder or a .jsonl; the embedded calibration text by default.
+        text: a file, a folder or a .jsonl, or several, perhaps with weights ("notes.txt=2"); the built-in text of all domains by default.
         tokens: how many tokens to measure on.
         sequence_length: tokens of a window.
         device: "cuda", "mps" or "cpu"; by default the fastest there is.
@@ -102,12 +103,14 @@ def analyze(
     from surgery.calibration.walk import choose_device, choose_dtype
 
     checkpoint, place = settle(checkpoint), choose_device(device)
+    texts = [str(t) for t in ([text] if isinstance(text, str | Path) else text)]
     sample = sample_ids(
         checkpoint,
         tokens=tokens,
         sequence_length=sequence_length,
-        split="calibration",
-        file=None if text is None else Path(text),
+        part="all" if texts else "fit",
+        texts=texts,
+        mix=0.0 if texts else None,
     )
     return analysis.analyze(checkpoint, sample, dtype=choose_dtype(dtype, place), device=place)
 

@@ -1,21 +1,20 @@
 """Token ids to measure with, tokenized by the checkpoint's own tokenizer.
 
-The text is the one that comes with the package, a file or folder, or a data set of the Hub. Each
-sequence is a window of the text, behind the beginning-of-sequence token (BOS) if the tokenizer adds
-one. Without a tokenizer the ids are random, which is enough to compare two models and useless for
-perplexity; the sample says which it is.
+The text is the one that comes with the package, files and folders, data sets of the Hub, or a mix
+of them (calibration/texts.py). Each sequence is a window of one text, behind the
+beginning-of-sequence token (BOS) if the tokenizer adds one, and knows its domain. Without a
+tokenizer the ids are random, which is enough to compare two models and useless for perplexity; the
+sample says which it is.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from importlib import resources
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,14 @@ import torch
 import transformers
 from torch import Tensor
 
+from surgery.calibration import texts as sources
 from surgery.calibration.stock import parse_config, runs_custom_code
+from surgery.calibration.texts import Part, Text
 from surgery.checkpoint import Checkpoint
 from surgery.checkpoint.edit import EMBEDDINGS
 from surgery.errors import SurgeryError
 
-TEXT_SUFFIXES = (".txt", ".md", ".jsonl")  # files of a folder that are read
-PIECE = 2**20  # characters tokenized at a time
+CHARACTERS = 4  # of a token, about: a piece of a built-in text is as long as a window
 # Tables of learned positions: a model that has one cannot read further.
 _POSITIONS = ("wpe.weight", "embed_positions.weight", "position_embeddings.weight")
 # Files that a tokenizer may consist of.
@@ -40,12 +40,14 @@ SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 class Sample:
     """Token ids, `input_ids` [B, T].
 
-    `text` is False if they are random; `source` says in words where they come from.
+    `text` is False if they are random; `source` says in words where they come from. `row_domains`
+    names the domain of each sequence; without it all of them are of one domain.
     """
 
     input_ids: Tensor
     source: str
     text: bool
+    row_domains: tuple[str, ...] = ()
 
     @property
     def mask(self) -> Tensor:
@@ -57,17 +59,41 @@ class Sample:
         return (torch.arange(self.input_ids.shape[1]) > 0).expand(self.input_ids.shape)
 
     @property
+    def domains(self) -> tuple[str, ...]:
+        """Return the names of the domains, in the order in which they first come."""
+        return tuple(dict.fromkeys(self.row_domains)) or (self.source,)
+
+    @property
+    def domain_of_row(self) -> Tensor:
+        """Return the domain of each sequence [B], as a place in `domains`."""
+        if not self.row_domains:
+            return torch.zeros(len(self.input_ids), dtype=torch.long)
+        return torch.tensor([self.domains.index(name) for name in self.row_domains])
+
+    @property
+    def domain_of_token(self) -> Tensor:
+        """Return the domain of each token that counts, [n], in the order of `ids[mask]`."""
+        return self.domain_of_row[:, None].expand(self.input_ids.shape)[self.mask]
+
+    def rows(self, wanted: slice) -> Sample:
+        """Return some of the sequences, with their domains."""
+        kept = self.row_domains[wanted]
+        return replace(self, input_ids=self.input_ids[wanted], row_domains=kept)
+
+    @property
     def sha256(self) -> str:
         """Return the SHA-256 of the ids as little-endian int64, row by row."""
         return hashlib.sha256(self.input_ids.numpy().astype("<i8").tobytes()).hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the sample's source, shape and hash, for JSON."""
+        """Return the sample's source, shape, domains and hash, for JSON."""
         sequences, length = self.input_ids.shape
+        domains = {"domains": dict(Counter(self.row_domains))} if self.row_domains else {}
         return {
             "source": self.source,
             "sequences": sequences,
             "length": length,
+            **domains,
             "sha256": self.sha256,
         }
 
@@ -77,52 +103,142 @@ def sample_ids(
     *,
     tokens: int,
     sequence_length: int,
-    split: str = "evaluation",
-    file: Path | None = None,
-    dataset: str | None = None,
+    part: Part = "held_out",
+    texts: Sequence[str] = (),
+    datasets: Sequence[str] = (),
+    mix: float | None = None,
     seed: int = 0,
 ) -> Sample:
     """Return max(1, tokens // sequence_length) sequences of `sequence_length` tokens of text.
 
-    Each comes behind BOS if the tokenizer adds it. The text is `split` ("calibration" or
-    "evaluation") of the package; or `file`: plain text, a .jsonl with a "text" in every line, or a
-    folder of such files; or `dataset`, the Hub id of a data set. No more is read than needed. A
-    text shorter than one sequence is repeated; one shorter than `tokens` gives fewer sequences.
-    Without a tokenizer the ids are random, drawn with `seed`.
-
-    Raises SurgeryError if the text cannot be read or holds nothing, or if a text is given and the
-    checkpoint has no tokenizer.
+    The texts are those of `surgery.calibration.texts.choose`, by default the built-in ones of all
+    domains, in turn: the next sequence is of the text that lacks most of its share. See `draw`.
 
     Example:
         sample = sample_ids(open_checkpoint("Qwen/Qwen3-0.6B"), tokens=4096, sequence_length=512)
     """
+    chosen = sources.choose(texts, datasets, mix)
     rows = max(1, tokens // sequence_length)
+    return draw(
+        checkpoint, chosen, rows=rows, sequence_length=sequence_length, part=part, seed=seed
+    )
+
+
+def draw(
+    checkpoint: Checkpoint,
+    texts: Sequence[Text],
+    *,
+    rows: int,
+    sequence_length: int,
+    part: Part,
+    each: int | None = None,
+    seed: int = 0,
+) -> Sample:
+    """Return `rows` sequences of `sequence_length` tokens from a part of the texts.
+
+    Each comes behind BOS if the tokenizer adds it, and holds one text only. No more is read than
+    needed. A text shorter than one sequence is repeated; texts that hold less than `rows` in all
+    give fewer. `each` is the most that one text gives. Without a tokenizer the ids are random,
+    drawn with `seed`.
+
+    Raises SurgeryError if a text cannot be read, if it holds nothing although it is to be fitted on
+    or measured in whole, or if one is given and the checkpoint has no tokenizer.
+    """
     tokenizer, reason = _load_tokenizer(checkpoint)
-    if tokenizer is None and (file or dataset):
-        raise SurgeryError(
-            f"{file or dataset} cannot be tokenized: {reason}",
-            "add the tokenizer's files to the checkpoint",
-        )
     if tokenizer is None:
-        vocab_size = parse_config(checkpoint).get_text_config().vocab_size
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(vocab_size, (rows, sequence_length), generator=generator)
-        _require_positions(checkpoint, sequence_length)
-        return Sample(input_ids=ids, source=f"random ids, seed {seed} ({reason})", text=False)
-    texts, name = _read(split, file, dataset)
-    ids = _tokenize(tokenizer, texts, rows * sequence_length)
-    if not len(ids):
-        raise SurgeryError(f"{name} holds no text", "give a file of plain text in UTF-8")
-    if len(ids) < sequence_length:
-        name = f"{name}, repeated"
-        ids = ids.repeat(-(-sequence_length // len(ids)))
-    rows = min(rows, len(ids) // sequence_length)
-    ids = ids[: rows * sequence_length].view(rows, sequence_length)
-    bos = torch.tensor(_bos(tokenizer), dtype=torch.long).expand(rows, -1)
+        if own := [t.domain for t in texts if not t.built_in]:
+            hint = "add the tokenizer's files to the checkpoint"
+            raise SurgeryError(f"{own[0]} cannot be tokenized: {reason}", hint)
+        return _random(checkpoint, rows, sequence_length, reason, seed)
+    streams = [_Stream(t, tokenizer, part, sequence_length) for t in texts]
+    found = list(_in_turn(streams, rows, each))
+    if not found:
+        name = ", ".join(t.domain for t in texts)
+        raise SurgeryError(f"{name}: no text is held out", "give more text")
+    ids = torch.tensor([window for _, window in found], dtype=torch.long)
+    bos = torch.tensor(_bos(tokenizer), dtype=torch.long).expand(len(ids), -1)
     ids = torch.cat([bos, ids], dim=1)
     require_ids(checkpoint, ids, "the tokenizer")
     _require_positions(checkpoint, ids.shape[1])
-    return Sample(input_ids=ids, source=name, text=True)
+    return Sample(
+        input_ids=ids,
+        source=_described({id(s): s for s, _ in found}.values(), part),
+        text=True,
+        row_domains=tuple(s.text.domain for s, _ in found),
+    )
+
+
+class _Stream:
+    """The windows of one text, as far as they were taken."""
+
+    def __init__(self, text: Text, tokenizer: Any, part: Part, length: int) -> None:
+        self.text, self.taken, self.repeated = text, 0, False
+        self._windows = self._cut(tokenizer, part, length)
+        self._may_be_empty = part == "held_out" and not text.built_in
+
+    def take(self) -> list[int] | None:
+        """Return the next window; None where the text has no more."""
+        window = next(self._windows, None)
+        if window is None and not self.taken and not self._may_be_empty:
+            hint = "give a file of plain text in UTF-8"
+            raise SurgeryError(f"{self.text.domain} holds no text", hint)
+        self.taken += window is not None
+        return window
+
+    def _cut(self, tokenizer: Any, part: Part, length: int) -> Iterator[list[int]]:
+        """Yield windows of `length` ids; what is shorter than one is repeated."""
+        ids: list[int] = []
+        for piece in self.text.pieces(part, CHARACTERS * length):
+            ids += tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
+            whole = len(ids) // length * length
+            yield from (ids[i : i + length] for i in range(0, whole, length))
+            ids = ids[whole:]
+        if ids and not self.taken:
+            self.repeated = True
+            yield (ids * -(-length // len(ids)))[:length]
+
+
+def _in_turn(
+    streams: Sequence[_Stream], rows: int, each: int | None
+) -> Iterator[tuple[_Stream, list[int]]]:
+    """Yield up to `rows` windows, always of the stream that lacks most of its share.
+
+    Streams of equal weight come in their order. They begin at different places between two of their
+    turns, so that a light one is not far from a heavy one.
+    """
+    begin = {id(s): (i + 0.5) / len(streams) for i, s in enumerate(streams)}
+    waiting, found = [s for s in streams if s.text.weight], 0
+    while waiting and found < rows:
+        stream = min(waiting, key=lambda s: (s.taken + begin[id(s)]) / s.text.weight)
+        window = None if stream.taken == each else stream.take()
+        if window is None:
+            waiting.remove(stream)
+        else:
+            found += 1
+            yield stream, window
+
+
+def _described(streams: Iterable[_Stream], part: Part) -> str:
+    """Return in words what the streams read."""
+    kind = "held-out " if part == "held_out" else ""
+    names = [f"{s.text.domain}{', repeated' * s.repeated}" for s in streams if not s.text.built_in]
+    built_in = [s.text.domain for s in streams if s.text.built_in]
+    if len(built_in) == 1:
+        names.append(f"built-in {kind}{built_in[0]}")
+    elif built_in:
+        names.append(f"built-in {kind}text of {len(built_in)} domains")
+    return " and ".join(names)
+
+
+def _random(
+    checkpoint: Checkpoint, rows: int, sequence_length: int, reason: str, seed: int
+) -> Sample:
+    """Return random ids, where there is no tokenizer."""
+    vocab_size = parse_config(checkpoint).get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocab_size, (rows, sequence_length), generator=generator)
+    _require_positions(checkpoint, sequence_length)
+    return Sample(input_ids=ids, source=f"random ids, seed {seed} ({reason})", text=False)
 
 
 def require_ids(checkpoint: Checkpoint, ids: Tensor, what: str) -> None:
@@ -148,82 +264,6 @@ def _require_positions(checkpoint: Checkpoint, length: int) -> None:
             f"sequences of {length} tokens, and the model has {positions} positions",
             f"give --sequence-length {positions - 1} or less",
         )
-
-
-def _tokenize(tokenizer: Any, texts: Iterable[str], wanted: int) -> Tensor:
-    """Return the ids of the texts, up to the first text that brings them to `wanted`."""
-    ids: list[int] = []
-    for text in texts:
-        ids += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        if len(ids) >= wanted:
-            break
-    return torch.tensor(ids, dtype=torch.long)
-
-
-# --- text -----------------------------------------------------------------------------------------
-
-
-def _read(split: str, file: Path | None, dataset: str | None) -> tuple[Iterable[str], str]:
-    """Return the text in pieces, and its name."""
-    if dataset is not None:
-        return _stream(dataset), dataset
-    if file is None:
-        built_in = resources.files("surgery.demo") / "text" / f"{split}.txt"
-        return [built_in.read_text("utf-8")], f"built-in {split} text"
-    files = [file]
-    if file.is_dir():
-        files = sorted(f for f in file.rglob("*") if f.suffix in TEXT_SUFFIXES)
-        if not files:
-            raise SurgeryError(
-                f"no {', '.join(TEXT_SUFFIXES)} in {file}",
-                "give a file or a folder of plain text in UTF-8",
-            )
-    return (piece for f in files for piece in _pieces(f)), file.resolve().name
-
-
-def _pieces(file: Path) -> Iterator[str]:
-    """Yield a text file in pieces that end at line ends, or the documents of a .jsonl."""
-    try:
-        with file.open(encoding="utf-8") as f:
-            if file.suffix == ".jsonl":
-                yield from (str(json.loads(line)["text"]) + "\n\n" for line in f if line.strip())
-                return
-            while lines := f.readlines(PIECE):
-                yield "".join(lines)
-    except (OSError, UnicodeDecodeError) as e:
-        hint = "give a file of plain text in UTF-8"
-        raise SurgeryError(f"cannot read {file}: {e}", hint) from None
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
-        hint = 'make every line like {"text": "..."}'
-        raise SurgeryError(f'{file} has a line without "text": {e!r}', hint) from None
-
-
-def _stream(name: str) -> Iterator[str]:
-    """Return the documents of a data set's train split, streamed.
-
-    `name` is OWNER/NAME or OWNER/NAME:CONFIGURATION.
-    """
-    try:
-        load_dataset = importlib.import_module("datasets").load_dataset
-    except ImportError:
-        raise SurgeryError("--dataset needs the package datasets", "pip install datasets") from None
-    path, _, configuration = name.partition(":")
-    try:
-        rows = load_dataset(path, configuration or None, split="train", streaming=True)
-        first = next(iter(rows))
-    except Exception as e:  # datasets raises whatever its readers raise
-        raise SurgeryError(
-            f"cannot read the data set {name}: {type(e).__name__}: {str(e).splitlines()[0]}",
-            "give OWNER/NAME or OWNER/NAME:CONFIGURATION, or a file with --text",
-        ) from None
-    columns = [k for k, v in first.items() if isinstance(v, str)]
-    column = "text" if "text" in first else next(iter(columns), None)
-    if column is None:
-        raise SurgeryError(
-            f"the data set {name} has no column of text among {', '.join(first)}",
-            "give another data set",
-        )
-    return (str(row[column]) + "\n\n" for row in rows)
 
 
 def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Any, str]:

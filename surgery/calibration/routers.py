@@ -125,9 +125,7 @@ def work_of(begin: Beginning, mixture: Mixture) -> Work:
             for f in dataclasses.fields(mlp)
             if isinstance(t := getattr(mlp, f.name), LazyTensor)
         }
-    texts = [
-        dataclasses.replace(begin.calibration, text=t, dataset=None).identity for t in begin.texts
-    ]
+    texts = [begin.calibration.of_one(t).identity for t in begin.texts]
     own = (begin.kind, begin.seed, mixture.shape, mixture.layers)
     parts = (*own, begin.calibration.identity, texts)
     layer = sum(mixture.checkpoint.tensors[n].numel for n in blocks.names(0))
@@ -160,11 +158,11 @@ class _Text:
 
 def _calibrations(begin: Beginning) -> list[Calibration]:
     """Return what is read of each text: all have the same share of the tokens."""
-    files = begin.texts or (begin.calibration.text,)
-    tokens = max(1, begin.calibration.tokens // len(files))
-    dataset = None if begin.texts else begin.calibration.dataset
-    own = dataclasses.replace(begin.calibration, tokens=tokens, dataset=dataset)
-    return [dataclasses.replace(own, text=file) for file in files]
+    if not begin.texts:
+        return [begin.calibration]
+    tokens = max(1, begin.calibration.tokens // len(begin.texts))
+    own = dataclasses.replace(begin.calibration, tokens=tokens)
+    return [own.of_one(text) for text in begin.texts]
 
 
 def _require(begin: Beginning, checkpoint: Checkpoint) -> None:

@@ -5,11 +5,12 @@ it needs no torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgery.calibration.texts import require_share, weighted
 from surgery.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,28 +20,41 @@ if TYPE_CHECKING:
     from surgery.calibration.walk import Walk
     from surgery.checkpoint import Checkpoint
 
+GENERATED = "written by the model"  # the domain of what the model writes itself
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """`tokens` of the built-in mixed text, of `text` (a file or folder) or of `dataset` (a Hub id),
-    in windows of `sequence_length`; the part `generated` of them the model writes itself
-    (generate.py). `device` and `dtype`: by default the fastest there is. `memory_budget`: bytes of
-    hidden states beyond which they lie in temporary files."""
+    """What is read, how much of it, and where it is computed.
+
+    Args:
+        tokens: how many are read.
+        sequence_length: tokens of a window.
+        text: one or several of a file, a folder, and a built-in domain like builtin:german; each
+            perhaps with a weight, like notes.txt=2. By default the built-in text of all domains.
+        dataset: one or several ids on the Hub, OWNER/NAME or OWNER/NAME:CONFIGURATION, perhaps with
+            a weight.
+        mix: the share of the built-in text of all domains beside `text` and `dataset`. By default
+            0.5; 0 for none.
+        generated: the part of the tokens that the model writes itself (generate.py).
+        device: by default the fastest there is, as `dtype`.
+        memory_budget: bytes of hidden states beyond which they lie in temporary files.
+    """
 
     tokens: int = 65_536
     sequence_length: int = 512
-    text: str | None = None
-    dataset: str | None = None
+    text: str | Sequence[str] | None = None
+    dataset: str | Sequence[str] | None = None
+    mix: float | None = None
     generated: float = 0.0
     device: str | None = None
     dtype: str | None = None
     memory_budget: int | None = None
 
     def __post_init__(self) -> None:
-        if self.text and self.dataset:
-            raise UsageError(
-                f"both a text ({self.text}) and a data set ({self.dataset})", "give one of them"
-            )
+        require_share(self.mix, bool(self.texts or self.datasets))
+        for spec in (*self.texts, *self.datasets):
+            weighted(spec)
         if self.tokens < 1 or self.sequence_length < 2:
             raise UsageError(
                 f"{self.tokens} tokens in windows of {self.sequence_length}", "give more"
@@ -62,28 +76,43 @@ class Calibration:
 
     def as_dict(self) -> dict[str, Any]:
         """What differs from the defaults."""
-        return {k: v for k, v in asdict(self).items() if v != getattr(Calibration(), k)}
+        found = {k: v for k, v in asdict(self).items() if v != getattr(Calibration(), k)}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts that were given, each perhaps with its weight."""
+        return _several(self.text)
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """The data sets that were given, each perhaps with its weight."""
+        return _several(self.dataset)
+
+    def of_one(self, text: str) -> Calibration:
+        """The same of one text alone."""
+        return replace(self, text=text, dataset=None, mix=0.0)
 
     @property
     def identity(self) -> str:
         """Changes when the token ids may: a file by its content, a data set by its name."""
-        content = b""
-        if self.text and (path := Path(self.text)).is_file():
-            content = path.read_bytes()
-        return f"{asdict(self)} {hashlib.sha256(content).hexdigest()}"
+        content = hashlib.sha256()
+        for path in (Path(weighted(spec)[0]) for spec in self.texts):
+            content.update(path.read_bytes() if path.is_file() else b"")
+        return f"{self.as_dict()} {content.hexdigest()}"
 
     def sample(self, checkpoint: Checkpoint) -> Sample:
         from surgery.calibration.data import sample_ids
 
-        text = None if self.text is None else Path(self.text)
         written = round(self.generated * max(1, self.tokens // self.sequence_length))
         sample = sample_ids(
             checkpoint,
             tokens=max(1, self.tokens - written * self.sequence_length),
-            split="repair",
+            part="fit",
             sequence_length=self.sequence_length,
-            file=text,
-            dataset=self.dataset,
+            texts=self.texts,
+            datasets=self.datasets,
+            mix=self.mix,
         )
         return self._extended(sample, checkpoint, written) if written else sample
 
@@ -126,9 +155,12 @@ class Calibration:
         places = torch.cat(
             [(torch.arange(len(part)) + 0.5) / max(1, len(part)) for part in (text, own)]
         )
+        order = places.argsort(stable=True)
+        names = [*sample.row_domains[: len(text)], *[GENERATED] * written]
         return replace(
             sample,
-            input_ids=torch.cat([text, own])[places.argsort(stable=True)],
+            input_ids=torch.cat([text, own])[order],
+            row_domains=tuple(names[i] for i in order.tolist()) if sample.row_domains else (),
             source=f"{sample.source}, and {written} of {len(text) + written} sequences by the model itself",
         )
 
@@ -143,3 +175,8 @@ class Calibration:
             dtype=choose_dtype(self.dtype, device),
             memory_budget=self.memory_budget,
         )
+
+
+def _several(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return what is one text, several or none as a tuple."""
+    return (value,) if isinstance(value, str) else tuple(value or ())

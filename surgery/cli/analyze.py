@@ -28,8 +28,9 @@ class Run:
 
     model: str
     out: Path | None
-    text: Path | None
-    dataset: str | None
+    text: tuple[str, ...]
+    dataset: tuple[str, ...]
+    mix: float | None
     tokens: int
     sequence_length: int
     coactivation: bool
@@ -52,14 +53,23 @@ class Run:
 )
 @click.option(
     "--text",
-    type=click.Path(path_type=Path),
-    metavar="PATH",
-    help="Text to measure on: a file, a .jsonl or a folder. [default: built-in text]",
+    multiple=True,
+    metavar="PATH[=WEIGHT]",
+    help="Text to measure on: a file, a .jsonl, a folder, or a built-in domain like "
+    "builtin:german; again for more. [default: the built-in text of all domains]",
 )
 @click.option(
     "--dataset",
-    metavar="ID",
-    help="Measure on a data set of the Hub, OWNER/NAME or OWNER/NAME:CONFIGURATION, streamed.",
+    multiple=True,
+    metavar="ID[=WEIGHT]",
+    help="A data set of the Hub to measure on, OWNER/NAME or OWNER/NAME:CONFIGURATION, streamed; "
+    "again for more.",
+)
+@click.option(
+    "--mix",
+    type=float,
+    metavar="SHARE",
+    help="The share of the built-in text beside --text and --dataset. [default: 0]",
 )
 @click.option(
     "--tokens",
@@ -134,8 +144,6 @@ def analyze_command(on: str, as_json: bool, quiet: bool, **options: Any) -> None
     run = Run(**options)
     if run.coactivation and run.out is None:
         raise UsageError("--coactivation needs --out", "name a folder for the files of the layers")
-    if run.text is not None and run.dataset is not None:
-        raise UsageError("--text and --dataset exclude each other", "give one of them")
     if quiet or as_json:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     timed_on, device = parse_device(on), choose_device(run.device)
@@ -163,13 +171,15 @@ def _open(run: Run) -> tuple[Checkpoint, Sample]:
 
     checkpoint = open_checkpoint(run.model, revision=run.revision, strip_prefix=run.strip_prefix)
     require_trust(checkpoint, run.trust_remote_code)
+    given = bool(run.text or run.dataset)
     sample = sample_ids(
         checkpoint,
         tokens=run.tokens,
         sequence_length=run.sequence_length,
-        split="calibration",
-        file=run.text,
-        dataset=run.dataset,
+        part="all" if given else "fit",
+        texts=run.text,
+        datasets=run.dataset,
+        mix=0.0 if given and run.mix is None else run.mix,
         seed=run.seed,
     )
     return checkpoint, sample

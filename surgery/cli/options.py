@@ -99,13 +99,24 @@ _CALIBRATED: dict[str, Decorator] = {
     ),
     "text": click.option(
         "--text",
-        metavar="PATH",
-        help="Text to calibrate on: a file, a .jsonl or a folder. [default: built-in, mixed]",
+        multiple=True,
+        metavar="PATH[=WEIGHT]",
+        help="Text to calibrate on: a file, a .jsonl, a folder, or a built-in domain like "
+        "builtin:german; again for more. [default: the built-in text of all domains]",
     ),
     "dataset": click.option(
         "--dataset",
-        metavar="ID",
-        help="A data set of the Hub to calibrate on, OWNER/NAME or OWNER/NAME:CONFIGURATION.",
+        multiple=True,
+        metavar="ID[=WEIGHT]",
+        help="A data set of the Hub to calibrate on, OWNER/NAME or OWNER/NAME:CONFIGURATION; "
+        "again for more.",
+    ),
+    "mix": click.option(
+        "--mix",
+        type=float,
+        metavar="SHARE",
+        help="The share of the built-in text of all domains beside --text and --dataset; with 0 it "
+        "is not measured on either. [default: 0.5]",
     ),
     "generated": click.option(
         "--generated",
@@ -229,7 +240,11 @@ def calibrated(function: F) -> F:
         from surgery.checkpoint import parse_size
 
         found = {name: values.pop(name) for name in _CALIBRATED}
-        given = {n.removeprefix("calibration_"): v for n, v in found.items() if v is not None}
+        given: dict[str, Any] = {
+            n.removeprefix("calibration_"): list(v) if isinstance(v, tuple) else v
+            for n, v in found.items()
+            if v is not None and v != ()
+        }
         if "memory_budget" in given:
             given["memory_budget"] = parse_size(given["memory_budget"])
         return function(calibration=given, **values)

@@ -75,19 +75,29 @@ def documents(domain: str, part: Part) -> Iterator[Document]:
     return (document for document in _all(domain) if document.part == part)
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Yield a text in pieces of at most PIECE characters that end with a line, or with a word."""
-    while len(text) > PIECE:
-        cut = text.rfind("\n", PIECE // 2, PIECE) + 1 or text.rfind(" ", 0, PIECE) + 1 or PIECE
-        yield text[:cut]
-        text = text[cut:]
-    yield text
+def cut(text: str, size: int) -> Iterator[str]:
+    """Yield a text in pieces of at most `size` characters that end with a line, or with a word."""
+    start = 0
+    while len(text) - start > size:
+        end = start + size
+        end = text.rfind("\n", start + size // 2, end) + 1 or text.rfind(" ", start, end) + 1 or end
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def pieces(domain: str, part: Part, size: int = PIECE) -> Iterator[str]:
+    """Yield a part of a domain in pieces: the first of each document, then the second of each.
+
+    A piece has at most `size` characters, and is followed by an empty line.
+    """
+    rounds = zip_longest(*(cut(document.text, size) for document in documents(domain, part)))
+    return (piece.strip("\n") + "\n\n" for turn in rounds for piece in turn if piece)
 
 
 def _turns(domain: str, part: Part, size: int) -> Iterator[str]:
-    """Yield pieces of a domain, the first of each document, then the second, up to `size` bytes."""
-    rounds = zip_longest(*(_pieces(document.text) for document in documents(domain, part)))
-    for piece in (piece for turn in rounds for piece in turn if piece):
+    """Yield pieces of a domain up to `size` bytes."""
+    for piece in pieces(domain, part):
         yield piece.encode()[:size].decode(errors="ignore")
         size -= len(piece.encode())
         if size <= 0:
@@ -102,12 +112,12 @@ def mixed(part: Part, bytes_each: int) -> str:
     """
     waiting = {domain: _turns(domain, part, bytes_each) for domain in DOMAINS}
     taken = dict.fromkeys(DOMAINS, 0)
-    pieces = []
+    found = []
     while waiting:
         domain = min(waiting, key=taken.__getitem__)
         if piece := next(waiting[domain], ""):
             taken[domain] += len(piece.encode())
-            pieces.append(piece.strip("\n"))
+            found.append(piece.strip("\n"))
         else:
             del waiting[domain]
-    return "\n\n".join(pieces)
+    return "\n\n".join(found)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from surgery import operations
 from surgery.checkpoint.config import parse_config
+from surgery.demo import corpus
 from surgery.errors import SurgeryError
 from surgery.families import Family, find
 from surgery.quoting import printable, python
@@ -206,7 +206,5 @@ def _beyond(n: Needs) -> str:
 
 
 def _text() -> str:
-    """Return the beginning of the package's repair text, up to the end of a paragraph."""
-    file = resources.files("surgery.demo") / "text" / "repair.txt"
-    text = file.read_text(encoding="utf-8")[:SMOKE_BYTES]
-    return text[: text.rfind("\n\n")] + "\n"
+    """Return a little of every built-in domain."""
+    return corpus.mixed("fit", SMOKE_BYTES // len(corpus.domains())) + "\n"

@@ -496,7 +496,7 @@ def allocate(job: Job, progress: Progress = lambda n: None) -> list[int]:
 
     sample = job.calibration.sample(job.blocks.checkpoint)
     count = max(1, ALLOCATION_TOKENS // sample.input_ids.shape[1])
-    some = dataclasses.replace(sample, input_ids=sample.input_ids[:count])
+    some = sample.rows(slice(count))
     costs = costs_of_layers(job.blocks, job.calibration, some, job.layers, cost)
     levels = [left_out / split.experts for left_out in range(split.routed)]
     found = allocation.allocate(costs, levels, 1 - split.active / split.experts)

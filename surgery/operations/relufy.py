@@ -550,7 +550,7 @@ def _allocate(job: _Job, sample: Sample) -> dict[str, float]:
         return allocation.cost(swapped, job.blocks.activation, rows, LEVELS, job.rank)
 
     count = max(1, ALLOCATION_TOKENS // sample.input_ids.shape[1])
-    some = dataclasses.replace(sample, input_ids=sample.input_ids[:count])
+    some = sample.rows(slice(count))
     costs = costs_of_layers(job.blocks, job.options.calibration, some, job.layers, cost)
     found = allocation.allocate(costs, LEVELS, job.options.wanted or 0.0)
     return {str(i): round(s, 4) for i, s in found.items()}

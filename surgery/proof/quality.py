@@ -62,7 +62,11 @@ def texts(checkpoint: Checkpoint, tokens: int, sequence_length: int) -> Texts:
     samples: dict[str, Sample] = {}
     for name in TEXTS:
         samples[name] = sample_ids(
-            checkpoint, tokens=tokens, sequence_length=sequence_length, split=name
+            checkpoint,
+            tokens=tokens,
+            sequence_length=sequence_length,
+            texts=[{"evaluation": "builtin:speeches", "second": "builtin:encyclopaedia"}[name]],
+            mix=0.0,
         )
     rows, start = {}, 0
     for name, sample in samples.items():

@@ -168,8 +168,7 @@ def _texts(
     sample = settings.sample(checkpoint)
     held_out = sample_ids(checkpoint, tokens=evaluated, sequence_length=settings.sequence_length)
     rows = max(1, min(len(sample.input_ids), BATCH_TOKENS // sample.input_ids.shape[1]))
-    ids = sample.input_ids[: len(sample.input_ids) // rows * rows]
-    return dataclasses.replace(sample, input_ids=ids), held_out, rows
+    return sample.rows(slice(len(sample.input_ids) // rows * rows)), held_out, rows
 
 
 def _advance(

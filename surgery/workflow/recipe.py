@@ -25,6 +25,7 @@ from typing import Any
 
 from surgery import operations
 from surgery.calibration.settings import Calibration
+from surgery.calibration.texts import relocated
 from surgery.checkpoint import Checkpoint, schema
 from surgery.checkpoint.parsing import is_number
 from surgery.demo import DEMO, MODEL
@@ -314,7 +315,7 @@ def _with_paths(entry: dict[str, Any], place: Callable[[str], str]) -> dict[str,
             entry[key] = [place(location) for location in entry[key]]
     calibration = entry.get("calibration") or {}
     if "text" in calibration:
-        entry["calibration"] = calibration | {"text": place(calibration["text"])}
+        entry["calibration"] = relocated(calibration, place)
     return entry
 
 

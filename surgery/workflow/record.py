@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery import __version__, operations
+from surgery.calibration.texts import relocated
 from surgery.checkpoint import Checkpoint, Plan, Source, Step
 from surgery.demo import DEMO, MODEL
 from surgery.errors import SurgeryError
@@ -120,7 +121,7 @@ def _step(step: Step, folder: Path | None) -> dict[str, Any]:
             found[key] = [seen_from(folder, location) for location in found[key]]
     calibration = found.get("calibration") or {}
     if "text" in calibration:
-        found["calibration"] = calibration | {"text": seen_from(folder, calibration["text"])}
+        found["calibration"] = relocated(calibration, lambda path: seen_from(folder, path))
     return found
 
 

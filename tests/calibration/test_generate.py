@@ -43,7 +43,7 @@ def test_a_quarter_by_the_model_evenly_between_the_text() -> None:
     own = [i for i, row in enumerate(mixed.input_ids.tolist()) if tuple(row) not in known]
     assert tuple(mixed.input_ids.shape) == (8, 33) and own == [2, 6]
     assert set(mixed.input_ids[:, 0].tolist()) == set(text.input_ids[:, 0].tolist())
-    assert mixed.source == "built-in repair text, and 2 of 8 sequences by the model itself"
+    assert mixed.source == "built-in text of 6 domains, and 2 of 8 sequences by the model itself"
 
 
 def test_all_of_it_by_the_model() -> None:

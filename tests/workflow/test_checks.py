@@ -210,13 +210,18 @@ def test_the_largest_id_and_the_rows_are_named(folder: Path) -> None:
     large_ids(folder)
     with pytest.raises(SurgeryError, match=r"gives the id 4, .* has 3 rows \(\d+ of 32 ids"):
         sample_ids(
-            surgery.open(folder / "model"), tokens=32, sequence_length=32, file=text_of(folder)
+            surgery.open(folder / "model"),
+            tokens=32,
+            sequence_length=32,
+            texts=[text_of(folder)],
+            mix=0,
+            part="all",
         )
 
 
-def text_of(folder: Path) -> Path:
+def text_of(folder: Path) -> str:
     (folder / "text.txt").write_text("a b a b")
-    return folder / "text.txt"
+    return str(folder / "text.txt")
 
 
 def test_padded_rows_are_no_fault(folder: Path) -> None:
@@ -225,7 +230,12 @@ def test_padded_rows_are_no_fault(folder: Path) -> None:
 
     save_tokenizer(folder / "model")
     sample = sample_ids(
-        surgery.open(folder / "model"), tokens=32, sequence_length=32, file=text_of(folder)
+        surgery.open(folder / "model"),
+        tokens=32,
+        sequence_length=32,
+        texts=[text_of(folder)],
+        mix=0,
+        part="all",
     )
     assert sample.input_ids.max() == 4
 

@@ -253,10 +253,9 @@ def test_the_schema_knows_every_parameter() -> None:
     }
     assert "anyOf" in upcycle["layers"] and "copies" in upcycle["experts"]["description"]
     relufy = items["relufy"]["properties"]
-    assert relufy["calibration"]["anyOf"][0]["properties"]["tokens"] == {
-        "type": "integer",
-        "default": 65536,
-    }
+    calibration = relufy["calibration"]["anyOf"][0]["properties"]
+    assert calibration["tokens"]["type"] == "integer" and calibration["tokens"]["default"] == 65536
+    assert {"type": "array", "items": {"type": "string"}} in calibration["text"]["anyOf"]
     for item in items.values():
         for name, each in item["properties"].items():
             assert {"type", "anyOf", "const", "enum"} & set(each), (item, name)
