@@ -72,9 +72,18 @@ if TYPE_CHECKING:
 @click.option(
     "--bypass",
     metavar="RANK",
-    default="0",
-    help="Fit a linear map beside the MLP too, of this rank or `full`. It repairs much more, "
-    "costs bytes, and runs as custom code.",
+    default="auto",
+    show_default=True,
+    help="Fit a linear map beside the MLP too: of this rank, `full`, `none`, or `auto`, about an "
+    "eighth of the MLP's bytes. It repairs much.",
+)
+@click.option(
+    "--form",
+    type=click.Choice(["auto", "stock", "biases", "code"]),
+    default="auto",
+    show_default=True,
+    help="stock: thresholds and bypass become plain neurons of a wider MLP; biases: with those of "
+    "the family's MLP; code: a custom-code block; auto: stock where that is close enough.",
 )
 @click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
 @click.option(
@@ -94,7 +103,7 @@ def relufy_command(common: CommonOptions, hardlink: bool, **options: Any) -> int
     Activations:
       relu     stock        ReLU of the gate
       relu2    stock        its square
-      shifted  llama stock  ReLU of the gate less a threshold
+      shifted  stock        ReLU of the gate less a threshold
       fatrelu  with code    the gate where it reaches a threshold
       drelu    with code    ReLU of gate and up (TurboSparse)
       cats     with code    the source's activation where it is large
@@ -104,7 +113,7 @@ def relufy_command(common: CommonOptions, hardlink: bool, **options: Any) -> int
     \b
     Quality:
       fast     8,192 tokens of text: an eighth of the calibration time of default
-      default  65,536 tokens, --repair ridge, no bypass
+      default  65,536 tokens, --repair ridge, --bypass auto
       best     131,072 tokens, --bypass full, --repair reconstruct where there are thresholds:
                two to three times the time (more with reconstruct), one more [H, H] matrix to
                read in each layer, loads with trust_remote_code
@@ -137,7 +146,7 @@ def _with_preset(options: dict[str, Any]) -> dict[str, Any]:
         found.pop("bypass", None)  # no repair would fit it
     tokens = {"tokens": found.pop("tokens")} if "tokens" in found else {}
     made = options | found | {"calibration": tokens | options["calibration"]}
-    made["bypass"] = parse_rank(made["bypass"])
+    made["bypass"] = parse_rank(made["bypass"], "auto", "none")
     return {name: value for name, value in made.items() if name != "quality"}
 
 

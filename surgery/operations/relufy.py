@@ -30,7 +30,7 @@ from surgery.checkpoint import Checkpoint, LazyTensor, Pending, Progress, Step, 
 from surgery.checkpoint.edit import config_with
 from surgery.checkpoint.work import identity
 from surgery.errors import SurgeryError, UsageError
-from surgery.families import ALWAYS_OPEN, Blocks, locate
+from surgery.families import ALWAYS_OPEN, Blocks, Mlp, locate
 from surgery.fitting.sizes import BYPASS_PART, LIMIT, affordable_rank, fit_nbytes, grown
 from surgery.operations.operation import OWN_TEXT, Operation, Parameters, bypass_phrase, hyphenated
 
@@ -479,19 +479,20 @@ def _converted(job: _Job, index: int, work: Work | None) -> dict[str, LazyTensor
             return constant(otherwise, shape, dtype)
         return work.promise(f"{index}.{name}", dtype, shape)
 
-    tall, wide = (job.width, hidden), (hidden, job.width)
-    shapes = {"gate": tall, "up": tall, "down": wide}
+    shapes: dict[str, tuple[int, ...]] = {
+        "gate": (job.width, hidden),
+        "up": (job.width, hidden),
+        "down": (hidden, job.width),
+        "gate_bias": (job.width,),
+        "up_bias": (job.width,),
+        "down_bias": (hidden,),
+    }
     fitted: dict[str, Any] = {part: made(part, dtype, shapes[part]) for part in job.fitted}
-    if job.folds == "biases":
-        tall, wide = (job.width,), (hidden,)
-        biases = {"gate_bias": tall, "up_bias": tall, "down_bias": wide}
-        below = {"gate_bias": -job.fixed[index]}
-        for name, shape in biases.items():
-            own = getattr(mlp, name) if work is None else None
-            fitted[name] = made(name, dtype, shape, below.get(name, 0)) if own is None else own
-        if work is None and mlp.gate_bias is not None:
-            shift = job.fixed[index]
-            fitted["gate_bias"] = mlp.gate_bias.map(f"minus {shift!r}", lambda t: t - shift)
+    if job.folds == "biases" and work is None:
+        fitted |= _shifted_biases(mlp, job.fixed[index])
+    elif job.folds == "biases":
+        names = ("gate_bias", "up_bias", "down_bias")
+        fitted |= {name: made(name, dtype, shapes[name]) for name in names}
     out = blocks.restored(index, dataclasses.replace(mlp, **fitted)) if fitted else {}
     if not job.native:
         for path, shape in block_config.sparse_tensors(job.entry, *mlp.down.shape).items():
@@ -501,10 +502,24 @@ def _converted(job: _Job, index: int, work: Work | None) -> dict[str, LazyTensor
     return out
 
 
+def _shifted_biases(mlp: Mlp, threshold: float) -> dict[str, LazyTensor]:
+    """Return the biases of an MLP with a threshold in that of the gate, zeros where it had none."""
+    hidden, width = mlp.down.shape
+    if mlp.gate_bias is None:
+        gate = constant(-threshold, (width,), mlp.up.dtype)
+    else:
+        gate = mlp.gate_bias.map(f"minus {threshold!r}", lambda t: t - threshold)
+    return {
+        "gate_bias": gate,
+        "up_bias": mlp.up_bias or constant(0.0, (width,), mlp.up.dtype),
+        "down_bias": mlp.down_bias or constant(0.0, (hidden,), mlp.up.dtype),
+    }
+
+
 def _work(job: _Job) -> Work:
     checkpoint, calibration = job.blocks.checkpoint, job.options.calibration
     parts = dataclasses.asdict(dataclasses.replace(job.options, calibration=None))  # type: ignore[arg-type]
-    hidden, width = job.blocks.mlp(0).down.shape
+    hidden = job.blocks.mlp(0).down.shape[0]
     layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(0))
     streams = 3 * 4 * calibration.tokens * hidden
     peak = layer * COPIES[job.options.repair] + streams + fit_nbytes(hidden, job.width, hidden)
