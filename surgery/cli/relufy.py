@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 @click.command("relufy")
 @click.option(
     "--activation",
-    type=click.Choice(list(ACTIVATIONS)),
-    default="relu",
+    type=click.Choice(["auto", *ACTIVATIONS]),
+    default="auto",
     show_default=True,
     help="The new activation; see Activations above.",
 )
@@ -101,6 +101,7 @@ def relufy_command(common: CommonOptions, hardlink: bool, **options: Any) -> int
 
     \b
     Activations:
+      auto     stock        shifted at 62% zeros where a bypass is fitted, else relu
       relu     stock        ReLU of the gate
       relu2    stock        its square
       shifted  stock        ReLU of the gate less a threshold
@@ -115,8 +116,8 @@ def relufy_command(common: CommonOptions, hardlink: bool, **options: Any) -> int
       fast     8,192 tokens of text: an eighth of the calibration time of default
       default  65,536 tokens, --repair ridge, --bypass auto
       best     131,072 tokens, --bypass full, --repair reconstruct where there are thresholds:
-               two to three times the time (more with reconstruct), one more [H, H] matrix to
-               read in each layer, loads with trust_remote_code
+               two to three times the time (more with reconstruct), and H more neurons to read
+               in each layer, or an [H, H] matrix with code
 
     \b
     Examples:
@@ -140,7 +141,8 @@ def relufy_command(common: CommonOptions, hardlink: bool, **options: Any) -> int
 def _with_preset(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of `relufy`, with what --quality sets where nothing else was given."""
     found = preset("relufy", options["quality"])
-    if not ACTIVATIONS[options["activation"]].how.thresholds:
+    known = ACTIVATIONS.get(options["activation"])
+    if known and not known.how.thresholds:
         found.pop("repair", None)  # there is nothing but down_proj to optimise well
     if found.get("repair", options["repair"]) == "none":
         found.pop("bypass", None)  # no repair would fit it
@@ -168,7 +170,7 @@ def _relufied(
         )
     from surgery.analysis import saved_thresholds  # imports torch
 
-    activation = options["activation"]
+    activation = {"auto": "relu"}.get(options["activation"], options["activation"])
     found = saved_thresholds.thresholds(
         analysis,
         checkpoint,
@@ -176,4 +178,5 @@ def _relufied(
         options["sparsity"] or ACTIVATIONS[activation].sparsity or 0.0,
         sorted(options["layers"] or range(locate(checkpoint).count)),
     )
-    return relufy(checkpoint, **{**options, "sparsity": None, "threshold": found})
+    chosen = {"activation": activation, "sparsity": None, "threshold": found}
+    return relufy(checkpoint, **options | chosen)

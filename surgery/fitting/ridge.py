@@ -68,34 +68,48 @@ def beginning(
 
 def _refit(neurons: Neurons, rows: Rows, block: slice, damping: float, bias: bool) -> None:
     """Solve for the columns `block` of `down`, the bias and the bypass, in place."""
-    columns, hidden = block.stop - block.start, len(neurons.down)
-    rank = 0 if neurons.bypass_out is None else neurons.bypass_out.shape[1]
-    sizes = (columns + bias, rank)
+    sizes = groups(neurons, block, bias)
 
     def sums(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         gram = neurons.down.new_zeros(sum(sizes), sum(sizes), dtype=dtype)
-        cross = neurons.down.new_zeros(hidden, sum(sizes), dtype=dtype)
+        cross = neurons.down.new_zeros(len(neurons.down), sum(sizes), dtype=dtype)
         for z, y, weight in rows.fitting():
-            h = neurons.product(z)
-            missed = y - neurons.output(h, z)
-            extra = ([h.new_ones(len(h), 1)] if bias else []) + (
-                [neurons.bypassed(z)] if rank else []
-            )
-            x = torch.cat([h[:, block], *extra], dim=1).to(dtype)
-            _add(gram, cross, x, missed.to(dtype), weight)
+            x, missed = features(neurons, z, y, block, bias)
+            add(gram, cross, x.to(dtype), missed.to(dtype), weight)
         return gram, cross
 
-    step = solve(sums, damping, sizes)
+    move(neurons, solve(sums, damping, sizes), block, bias)
+
+
+def groups(neurons: Neurons, block: slice, bias: bool) -> tuple[int, int]:
+    """Return how many features are products (or the bias), and how many are the bypass's."""
+    rank = 0 if neurons.bypass_out is None else neurons.bypass_out.shape[1]
+    return block.stop - block.start + bias, rank
+
+
+def features(
+    neurons: Neurons, z: Tensor, y: Tensor, block: slice, bias: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what is fitted to [n, features], and what the neurons miss of y, [n, H]."""
+    h = neurons.product(z)
+    columns = [h[:, block]]
+    columns += [h.new_ones(len(h), 1)] if bias else []
+    columns += [] if neurons.bypass_out is None else [neurons.bypassed(z)]
+    return torch.cat(columns, dim=1), y - neurons.output(h, z)
+
+
+def move(neurons: Neurons, step: Tensor, block: slice, bias: bool) -> None:
+    """Add a step [H, features] to the columns `block` of `down`, the bias and the bypass."""
+    columns = block.stop - block.start
     neurons.down[:, block] += step[:, :columns]
     if bias:
         assert neurons.correction is not None
         neurons.correction = neurons.correction + step[:, columns]
-    if rank:
-        assert neurons.bypass_out is not None
-        neurons.bypass_out = neurons.bypass_out + step[:, -rank:]
+    if neurons.bypass_out is not None:
+        neurons.bypass_out = neurons.bypass_out + step[:, columns + bias :]
 
 
-def _add(gram: Tensor, cross: Tensor, x: Tensor, missed: Tensor, weight: Tensor | None) -> None:
+def add(gram: Tensor, cross: Tensor, x: Tensor, missed: Tensor, weight: Tensor | None) -> None:
     """Add rows of features x [n, F] and of what is missed [n, H] to the sums, in place."""
     weighted = x if weight is None else x * weight[:, None]
     gram.addmm_(weighted.T, x)
@@ -118,7 +132,7 @@ def leading(neurons: Neurons, rows: Rows, rank: int, damping: float = DAMPING) -
         for z, y, weight in some.fitting():
             h = neurons.product(z)
             x = torch.cat([h[:, chosen], h.new_ones(len(h), 1), z], dim=1)
-            _add(gram, cross, x.to(dtype), (y - neurons.output(h, z)).to(dtype), weight)
+            add(gram, cross, x.to(dtype), (y - neurons.output(h, z)).to(dtype), weight)
         return gram, cross
 
     factor, cross = factored(sums, damping, sizes)

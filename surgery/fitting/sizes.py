@@ -9,11 +9,12 @@ BLOCK = 11_008  # neurons that are fitted together: a Gram matrix of 485 MB in f
 def fit_nbytes(hidden: int, width: int, rank: int = 0) -> int:
     """Return the bytes that the closed-form fit of a `down` [H, F] holds in fp32 (ridge.py).
 
-    That is one Gram matrix, and twice a matrix of the outputs against its columns. A bypass of
+    That is one Gram matrix, twice a matrix of the outputs against its columns, and where it is
+    cross-validated one Gram matrix more for each group of domains and two to work in. A bypass of
     `rank` adds as many columns.
     """
-    columns = min(width, BLOCK) + rank
-    return 4 * columns * (columns + 2 * hidden)
+    columns, several = min(width, BLOCK) + rank, 6 if width <= BLOCK else 1
+    return 4 * columns * (several * columns + 2 * hidden)
 
 
 MULTIPLE = 256  # neurons: engines that quantise in blocks take whole ones

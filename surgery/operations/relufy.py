@@ -30,7 +30,7 @@ from surgery.checkpoint import Checkpoint, LazyTensor, Pending, Progress, Step, 
 from surgery.checkpoint.edit import config_with
 from surgery.checkpoint.work import identity
 from surgery.errors import SurgeryError, UsageError
-from surgery.families import ALWAYS_OPEN, Blocks, Mlp, locate
+from surgery.families import ALWAYS_OPEN, Blocks, Mlp, find, locate
 from surgery.fitting.sizes import BYPASS_PART, LIMIT, affordable_rank, fit_nbytes, grown
 from surgery.operations.operation import OWN_TEXT, Operation, Parameters, bypass_phrase, hyphenated
 
@@ -47,6 +47,7 @@ LEVELS = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)  # a 
 ALLOCATION_TOKENS = 8192
 FORMS = ("auto", "stock", "biases", "code")
 FORM_TOKENS = 8192  # that the form is chosen on
+AUTO_SPARSITY = 0.62  # of ReLU with thresholds; more of what a ReLU at 0 opens is lost beyond it
 COPIES = {"none": 1, "ridge": 2, "reconstruct": 5}  # of a layer in fp32, that a repair holds
 
 
@@ -185,7 +186,7 @@ class _Job:
 def relufy(
     checkpoint: Checkpoint,
     *,
-    activation: str = "relu",
+    activation: str = "auto",
     sparsity: float | None = None,
     threshold: float | Sequence[float] | None = None,
     per_neuron: bool = False,
@@ -200,7 +201,8 @@ def relufy(
     """Return the model with another activation in its MLPs.
 
     Args:
-        activation: a key of ACTIVATIONS (blocks/rules.py).
+        activation: a key of ACTIVATIONS (blocks/rules.py), or "auto": "shifted" at AUTO_SPARSITY or
+            at what `sparsity` or `threshold` say, and "relu" where nothing would fit thresholds.
         sparsity: the fraction of exact zeros that thresholds are chosen for, on the calibration
             text, layer by layer.
         threshold: instead, one for all layers or one for each that is converted, in their order (of
@@ -228,6 +230,11 @@ def relufy(
         >>> source = surgery.open("meta-llama/Llama-2-7b-hf")
         >>> output = surgery.relufy(source, activation="shifted", sparsity=0.8)
     """
+    thresholds = sparsity is not None or threshold is not None or per_neuron
+    fits = repair != "none" and bypass not in ("none", 0) and find(checkpoint.config).gated
+    if activation == "auto":
+        activation = "shifted" if thresholds or fits else "relu"
+        sparsity = AUTO_SPARSITY if fits and threshold is None and sparsity is None else sparsity
     options = Options(
         activation=activation,
         sparsity=sparsity,
@@ -592,6 +599,9 @@ def _fit(job: _Job, fitting: Fitting, work: Work) -> None:
     repaired = _repaired(job, neurons, rows, sparsity)
     if job.folds:
         neurons, repaired, found = _folded(job, neurons, repaired, rows)
+    if job.options.repair != "none":
+        repaired, chosen = _refitted(job, repaired, rows)
+        found |= chosen
     fitted, errors = measures.better(neurons, repaired, rows)
     zeros = measures.sparsity(fitted, rows, rows.fitted, width)
     work.note(str(index), measures.figures(**errors, zeros=zeros, **found))
@@ -613,12 +623,10 @@ def _thresholded(
 
 def _repaired(job: _Job, neurons: Neurons, rows: Rows, sparsity: float | None) -> Neurons:
     from surgery.fitting.reconstruct import Reconstruction, reconstruct
-    from surgery.fitting.ridge import beginning, ridge
+    from surgery.fitting.ridge import beginning
 
-    if job.options.repair == "ridge" and job.folds:
-        return beginning(neurons, rows, bias=job.biased, rank=job.rank)  # fitted when it is folded
-    if job.options.repair == "ridge":
-        return ridge(neurons, rows, bias=job.biased, rank=job.rank)
+    if job.options.repair == "ridge":  # `_refitted` comes last
+        return beginning(neurons, rows, bias=job.biased, rank=job.rank)
     if job.options.repair == "reconstruct":
         options = Reconstruction(
             sparsity=sparsity,
@@ -634,12 +642,8 @@ def _repaired(job: _Job, neurons: Neurons, rows: Rows, sparsity: float | None) -
 def _folded(
     job: _Job, neurons: Neurons, repaired: Neurons, rows: Rows
 ) -> tuple[Neurons, Neurons, dict[str, float]]:
-    """Return the neurons before and after the repair in stock form, and how constant v·x is.
-
-    All of `down` is fitted again, on what the rounded neurons compute.
-    """
+    """Return the neurons before and after the repair in stock form, and how constant v·x is."""
     from surgery.fitting.fold import balanced, constant_direction, deviation, folded
-    from surgery.fitting.ridge import ridge
     from surgery.fitting.thresholds import rounded
 
     direction = constant_direction(rows) if job.folds == "stock" else None
@@ -648,9 +652,19 @@ def _folded(
     before, after = (
         rounded(folded(balanced(n, rows), direction, job.width), dtype) for n in (neurons, repaired)
     )
-    if job.options.repair != "none":
-        after = ridge(after, rows, bias=direction is None)
     return before, after, found
+
+
+def _refitted(job: _Job, neurons: Neurons, rows: Rows) -> tuple[Neurons, dict[str, float]]:
+    """Fit all of `down` on what the neurons compute as they will be on the disk."""
+    from surgery.fitting.cross_validation import validated
+
+    bias = job.biased and job.folds != "stock"  # there it is a neuron
+    rank = 0 if job.folds else job.rank
+    fitted, choice = validated(neurons, rows, bias=bias, rank=rank)
+    if choice is None:
+        return fitted, {}
+    return fitted, {"damping": choice.damping, "part": choice.part, "left_out": choice.error}
 
 
 def _kept(job: _Job, neurons: Neurons) -> dict[str, Any]:
