@@ -179,4 +179,4 @@ def _relufied(
         sorted(options["layers"] or range(locate(checkpoint).count)),
     )
     chosen = {"activation": activation, "sparsity": None, "threshold": found}
-    return relufy(checkpoint, **options | chosen)
+    return relufy(checkpoint, **{**options, **chosen})
