@@ -95,11 +95,11 @@ def _every(blocks: Blocks) -> tuple[int, ...]:
 
 
 def bypass_rank(bypass: int | str, blocks: Blocks, repair: str) -> int:
-    """Return the rank of a bypass beside an MLP, given as a number or "full".
+    """Return the rank of a bypass beside an MLP, given as a number, "full" or "none".
 
     Raises UsageError for a rank that is impossible, or a repair that would not fit the bypass.
     """
-    if not bypass:
+    if not bypass or bypass == "none":
         return 0
     hidden = blocks.mlp(blocks.dense[0]).down.shape[0]
     rank = hidden if bypass == "full" else int(bypass)

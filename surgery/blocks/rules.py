@@ -94,7 +94,7 @@ class Activation:
         act: the function in it, a name of transformers' ACT2FN; "" is the source's own.
         sparsity: the fraction of zeros by default; None is what a threshold of 0 gives.
         paper: where it was published.
-        form: where it loads without code of its own: "stock", "llama stock" or "with code".
+        form: where it loads without code of its own: "stock" or "with code".
         text: what it does, in one line of help.
     """
 
@@ -121,7 +121,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
         act="relu",
         sparsity=0.8,
         paper=RELU_STRIKES_BACK,
-        form="llama stock",
+        form="stock",
         text="ReLU of the gate less a threshold",
     ),
     "fatrelu": Activation(

@@ -174,7 +174,9 @@ def observe(
             row = (z, target.to(z.dtype), inverse)
             rows.append(tuple(t[counted] for t in row))
             first.append(tuple(t[~counted] for t in row))
-    return _joined(rows, first=_joined(first))
+    found = _joined(rows, first=_joined(first))
+    found.domain = sample.domain_of_token
+    return found
 
 
 def _joined(parts: Sequence[tuple[Tensor, ...]], first: Rows | None = None) -> Rows:

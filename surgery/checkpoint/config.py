@@ -20,7 +20,7 @@ _COUNTS = (
     "hidden_size", "n_embd", "d_model",
     "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size",
     "shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp",
-    "moe_latent_size",
+    "moe_latent_size", "always_open_neurons",
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_nextn_predict_layers",
     "num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads",
     "head_dim", "attention_head_dim", "kv_lora_rank", "qk_rope_head_dim",

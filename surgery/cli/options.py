@@ -473,8 +473,12 @@ def command_line() -> str:
     return shlex.join(["surgery", *sys.argv[1:]])
 
 
-def parse_rank(text: str) -> int | str:
-    """Return a rank, or "full". Raises click.BadParameter for anything else."""
-    if text == "full" or is_number(text):
-        return text if text == "full" else int(text)
-    raise click.BadParameter(f"{text!r} is no rank: give a number or full", param_hint="--bypass")
+def parse_rank(text: str, *words: str) -> int | str:
+    """Return a rank, "full" or one of `words`. Raises click.BadParameter for anything else."""
+    known = ("full", *words)
+    if text in known or is_number(text):
+        return text if text in known else int(text)
+    expected = ", ".join(known)
+    raise click.BadParameter(
+        f"{text!r} is no rank: give a number or {expected}", param_hint="--bypass"
+    )

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 @click.command("relufy")
 @click.option(
     "--activation",
-    type=click.Choice(list(ACTIVATIONS)),
-    default="relu",
+    type=click.Choice(["auto", *ACTIVATIONS]),
+    default="auto",
     show_default=True,
     help="The new activation; see Activations above.",
 )
@@ -73,9 +73,18 @@ if TYPE_CHECKING:
 @click.option(
     "--bypass",
     metavar="RANK",
-    default="0",
-    help="Fit a linear map beside the MLP too, of this rank or `full`. It repairs much more, "
-    "costs bytes, and runs as custom code.",
+    default="auto",
+    show_default=True,
+    help="Fit a linear map beside the MLP too: of this rank, `full`, `none`, or `auto`, about an "
+    "eighth of the MLP's bytes. It repairs much.",
+)
+@click.option(
+    "--form",
+    type=click.Choice(["auto", "stock", "biases", "code"]),
+    default="auto",
+    show_default=True,
+    help="stock: thresholds and bypass become plain neurons of a wider MLP; biases: with those of "
+    "the family's MLP; code: a custom-code block; auto: stock where that is close enough.",
 )
 @click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
 @click.option(
@@ -93,9 +102,10 @@ def relufy_command(common: CommonOptions, hardlink: bool, **options: Any) -> int
 
     \b
     Activations:
+      auto     stock        shifted at 62% zeros where a bypass is fitted, else relu
       relu     stock        ReLU of the gate
       relu2    stock        its square
-      shifted  llama stock  ReLU of the gate less a threshold
+      shifted  stock        ReLU of the gate less a threshold
       fatrelu  with code    the gate where it reaches a threshold
       drelu    with code    ReLU of gate and up (TurboSparse)
       cats     with code    the source's activation where it is large
@@ -105,10 +115,10 @@ def relufy_command(common: CommonOptions, hardlink: bool, **options: Any) -> int
     \b
     Quality:
       fast     8,192 tokens of text: an eighth of the calibration time of default
-      default  65,536 tokens, --repair ridge, no bypass
+      default  65,536 tokens, --repair ridge, --bypass auto
       best     131,072 tokens, --bypass full, --repair reconstruct where there are thresholds:
-               two to three times the time (more with reconstruct), one more [H, H] matrix to
-               read in each layer, loads with trust_remote_code
+               two to three times the time (more with reconstruct), and H more neurons to read
+               in each layer, or an [H, H] matrix with code
 
     \b
     Examples:
@@ -132,13 +142,14 @@ def relufy_command(common: CommonOptions, hardlink: bool, **options: Any) -> int
 def _with_preset(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of `relufy`, with what --quality sets where nothing else was given."""
     found = preset("relufy", options["quality"])
-    if not ACTIVATIONS[options["activation"]].how.thresholds:
+    known = ACTIVATIONS.get(options["activation"])
+    if known and not known.how.thresholds:
         found.pop("repair", None)  # there is nothing but down_proj to optimise well
     if found.get("repair", options["repair"]) == "none":
         found.pop("bypass", None)  # no repair would fit it
     tokens = {"tokens": found.pop("tokens")} if "tokens" in found else {}
     made = options | found | {"calibration": tokens | options["calibration"]}
-    made["bypass"] = parse_rank(made["bypass"])
+    made["bypass"] = parse_rank(made["bypass"], "auto", "none")
     return {name: value for name, value in made.items() if name != "quality"}
 
 
@@ -160,7 +171,7 @@ def _relufied(
         )
     from surgery.analysis import saved_thresholds  # imports torch
 
-    activation = options["activation"]
+    activation = {"auto": "relu"}.get(options["activation"], options["activation"])
     found = saved_thresholds.thresholds(
         analysis,
         checkpoint,
@@ -168,4 +179,5 @@ def _relufied(
         options["sparsity"] or ACTIVATIONS[activation].sparsity or 0.0,
         sorted(options["layers"] or range(locate(checkpoint).count)),
     )
-    return relufy(checkpoint, **{**options, "sparsity": None, "threshold": found})
+    chosen = {"activation": activation, "sparsity": None, "threshold": found}
+    return relufy(checkpoint, **{**options, **chosen})

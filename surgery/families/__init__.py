@@ -3,8 +3,18 @@
 A new family is a row in `dense.py` or `moe.py`.
 """
 
-from surgery.families.family import OPERATED, Family
+from surgery.families.family import ALWAYS_OPEN, OPERATED, Family
 from surgery.families.lookup import find, known, layers_beyond, locate
 from surgery.families.mlp import Blocks, Mlp
 
-__all__ = ["OPERATED", "Blocks", "Family", "Mlp", "find", "known", "layers_beyond", "locate"]
+__all__ = [
+    "ALWAYS_OPEN",
+    "OPERATED",
+    "Blocks",
+    "Family",
+    "Mlp",
+    "find",
+    "known",
+    "layers_beyond",
+    "locate",
+]

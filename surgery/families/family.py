@@ -11,6 +11,9 @@ from surgery.errors import SurgeryError
 
 # The prefix of a model_type with custom-code blocks: a "surgery_llama" is a llama otherwise.
 OPERATED = "surgery_"
+# The config field with the number of last neurons of every MLP that are always open, or zero. Stock
+# classes keep it and do not read it.
+ALWAYS_OPEN = "always_open_neurons"
 
 
 def same_as(key: str) -> Callable[[Mapping[str, Any]], Any]:

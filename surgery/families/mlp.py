@@ -12,7 +12,7 @@ from typing import Any
 
 from surgery.checkpoint import Checkpoint, LazyTensor, concatenate
 from surgery.errors import SurgeryError
-from surgery.families.family import Family
+from surgery.families.family import ALWAYS_OPEN, Family
 
 BY_NEURON = ("gate", "up", "gate_bias", "up_bias")  # the parts of an MLP with a row for each neuron
 
@@ -80,6 +80,11 @@ class Blocks:
         """Return the name of the MLPs' activation."""
         stated = self.checkpoint.text_config.get(self.family.activation_key)
         return str(stated or self.family.activation)
+
+    @property
+    def always_open(self) -> int:
+        """The number of last neurons of each MLP that are always open, or zero."""
+        return int(self.checkpoint.text_config.get(ALWAYS_OPEN) or 0)
 
     @property
     def residual_multiplier(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from surgery.fitting.neurons import N, Neurons
 from surgery.fitting.rows import Rows
@@ -20,22 +21,40 @@ def error(neurons: Neurons, rows: Rows, start: int = 0, stop: int | None = None)
     return missed / max(total, 1e-300)
 
 
+def missed_by_domain(neurons: Neurons, rows: Rows) -> Tensor:
+    """Return what the neurons miss of the held-out rows of each domain, weighted and squared."""
+    domain = torch.zeros(len(rows.z), dtype=torch.long) if rows.domain is None else rows.domain
+    found = torch.zeros(int(domain.max()) + 1, dtype=torch.float64)
+    start = rows.fitted
+    for z, y, weight in rows.parts(start):
+        missed = (y - neurons(z)).square().sum(1) * (1 if weight is None else weight)
+        found.index_add_(0, domain[start : start + len(z)].cpu(), missed.double().cpu())
+        start += len(z)
+    return found
+
+
 def better(before: N, after: N, rows: Rows) -> tuple[N, dict[str, float]]:
     """Return whichever misses less of the rows that were not fitted on, and both errors.
 
-    So a fit that is worse on new rows is dropped. "error" is the error of `before`, "repaired" that
-    of what is returned.
+    So a fit that is worse on new rows of any domain is dropped. "error" is the error of `before`,
+    "repaired" that of what is returned.
     """
+    missed = [missed_by_domain(n, rows) for n in (before, after)]
     errors = [error(n, rows, rows.fitted) for n in (before, after)]
-    kept = after if errors[1] <= errors[0] else before
-    return kept, {"error": errors[0], "repaired": min(errors)}
+    helps = bool((missed[1] <= missed[0]).all())
+    return after if helps else before, {"error": errors[0], "repaired": errors[int(helps)]}
 
 
-def sparsity(neurons: Neurons, rows: Rows, stop: int | None = None) -> float:
-    """Return the fraction of exact zeros among the products of rows [0, stop)."""
+def sparsity(
+    neurons: Neurons, rows: Rows, stop: int | None = None, width: int | None = None
+) -> float:
+    """Return the fraction of exact zeros among the products of rows [0, stop).
+
+    Only the first `width` neurons are counted, where it is given.
+    """
     zeros = total = 0
     for z, _, _ in rows.parts(0, stop):
-        h = neurons.product(z)
+        h = neurons.product(z)[:, :width]
         zeros += h.numel() - int(h.count_nonzero())
         total += h.numel()
     return zeros / total

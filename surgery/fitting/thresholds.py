@@ -89,8 +89,8 @@ def _sample(values: Tensor, per_neuron: bool) -> Tensor:
 
 
 def rounded(neurons: Neurons, dtype: str) -> Neurons:
-    """Return `neurons` with the threshold rounded as a tensor of this dtype will hold it."""
-    assert neurons.threshold is not None
-    return dataclasses.replace(
-        neurons, threshold=neurons.threshold.to(getattr(torch, DTYPES[dtype][1])).float()
-    )
+    """Return `neurons` with gate and up, and their biases, rounded as this dtype will hold them."""
+    kind = getattr(torch, DTYPES[dtype][1])
+    names = ("gate", "up", "gate_bias", "up_bias")
+    values = {n: t.to(kind).float() for n in names if (t := getattr(neurons, n)) is not None}
+    return dataclasses.replace(neurons, **values)

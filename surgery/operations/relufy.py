@@ -5,8 +5,8 @@ and trains for billions of tokens. The swap alone ruins a SiLU or GELU model; a 
 on calibration text (fitting/ridge.py) brings most of it back.
 
 What stock transformers can compute is written as a stock model: ReLU and ReLU² are a config field,
-shifted ReLU is ReLU with a bias of the gate where the family has one. Everything else is a
-custom-code block (blocks/sparse_mlp.py).
+and thresholds, bias and bypass are folded into plain neurons (fitting/fold.py), or into the biases
+of families that have them. Everything else is a custom-code block (blocks/sparse_mlp.py).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from surgery.blocks.preconditions import (
 )
 from surgery.blocks.rules import ACTIVATIONS, RELU_STRIKES_BACK, Activation
 from surgery.calibration.settings import Calibration
-from surgery.checkpoint import Checkpoint, LazyTensor, Progress, Step, Work, constant
+from surgery.checkpoint import Checkpoint, LazyTensor, Pending, Progress, Step, Work, constant
 from surgery.checkpoint.edit import config_with
 from surgery.checkpoint.work import identity
 from surgery.errors import SurgeryError, UsageError
-from surgery.families import Blocks, locate
-from surgery.fitting.sizes import fit_nbytes
+from surgery.families import ALWAYS_OPEN, Blocks, Mlp, find, locate
+from surgery.fitting.sizes import BYPASS_PART, LIMIT, affordable_rank, fit_nbytes, grown
 from surgery.operations.operation import OWN_TEXT, Operation, Parameters, bypass_phrase, hyphenated
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ REPAIRS = ("none", "ridge", "reconstruct")
 ALLOCATIONS = ("uniform", "greedy")
 LEVELS = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)  # a layer's sparsity
 ALLOCATION_TOKENS = 8192
+FORMS = ("auto", "stock", "biases", "code")
+FORM_TOKENS = 8192  # that the form is chosen on
+AUTO_SPARSITY = 0.62  # of ReLU with thresholds; more of what a ReLU at 0 opens is lost beyond it
 COPIES = {"none": 1, "ridge": 2, "reconstruct": 5}  # of a layer in fp32, that a repair holds
 
 
@@ -60,6 +63,7 @@ class Options:
     stage: int
     repair: str
     bypass: int | str
+    form: str
     layers: Collection[int] | None
     calibration: Calibration
 
@@ -68,6 +72,7 @@ class Options:
             ("activation", self.activation, ACTIVATIONS),
             ("allocation", self.allocation, ALLOCATIONS),
             ("repair", self.repair, REPAIRS),
+            ("form", self.form, FORMS),
         ):
             if value not in known:
                 raise UsageError(f"unknown {what} {value!r}", f"one of: {', '.join(known)}")
@@ -110,8 +115,15 @@ class _Job:
     layers: tuple[int, ...]
     rank: int  # of the bypass
     native: bool  # stock transformers can compute it
-    shifts: bool  # natively, by a bias of the gate
+    folds: str  # what holds thresholds and bypass natively: "stock" neurons, "biases" or ""
+    width: int  # of the MLP that is written
     fixed: Mapping[int, float]  # the threshold of each layer, 0 where it is chosen on data
+
+    @property
+    def waits(self) -> bool:
+        """Whether the form is yet to be chosen, by a measurement."""
+        exact = self.blocks.mlp(self.layers[0]).biased
+        return self.options.form == "auto" and self.folds == "stock" and not exact
 
     @property
     def act(self) -> str:
@@ -130,7 +142,7 @@ class _Job:
     @property
     def needs_data(self) -> bool:
         chooses = bool(self.thresholds) and self.options.wanted is not None
-        return self.options.repair != "none" or chooses
+        return self.options.repair != "none" or chooses or self.folds == "stock"
 
     @property
     def turns(self) -> bool:
@@ -142,7 +154,9 @@ class _Job:
 
     @property
     def fitted(self) -> tuple[str, ...]:
-        """Return the parts of an MLP that the repair changes."""
+        """Return the parts of an MLP that are written anew."""
+        if self.folds == "stock" or (self.folds and self.options.repair != "none"):
+            return ("gate", "up", "down")
         gate = ("gate",) if self.blocks.family.gated else ()
         ridge = ("up", "down") if self.turns else ("down",)
         found = {"none": (), "ridge": ridge, "reconstruct": (*gate, "up", "down")}
@@ -151,7 +165,9 @@ class _Job:
     @property
     def biased(self) -> bool:
         """Return whether the repair also fits a bias of the output."""
-        return self.options.repair != "none" and not (self.native and not self.shifts)
+        grows = self.width > self.blocks.mlp(self.layers[0]).width
+        held = not self.native or self.folds == "biases" or grows
+        return self.options.repair != "none" and held
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -173,21 +189,23 @@ class _Job:
 def relufy(
     checkpoint: Checkpoint,
     *,
-    activation: str = "relu",
+    activation: str = "auto",
     sparsity: float | None = None,
     threshold: float | Sequence[float] | None = None,
     per_neuron: bool = False,
     allocation: str = "uniform",
     stage: int = 1,
     repair: str = "ridge",
-    bypass: int | str = 0,
+    bypass: int | str = "auto",
+    form: str = "auto",
     layers: Collection[int] | None = None,
     calibration: Calibration | Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Return the model with another activation in its MLPs.
 
     Args:
-        activation: a key of ACTIVATIONS (blocks/rules.py).
+        activation: a key of ACTIVATIONS (blocks/rules.py), or "auto": "shifted" at AUTO_SPARSITY or
+            at what `sparsity` or `threshold` say, and "relu" where nothing would fit thresholds.
         sparsity: the fraction of exact zeros that thresholds are chosen for, on the calibration
             text, layer by layer.
         threshold: instead, one for all layers or one for each that is converted, in their order (of
@@ -200,7 +218,12 @@ def relufy(
         repair: "none", "ridge" (refit down_proj in closed form) or "reconstruct" (optimise gate, up
             and down as well).
         bypass: the rank of a linear map from the MLP's input to its output that the repair fits as
-            well, or "full". It is read for every token, and is computed by custom code.
+            well, "full", "auto" (about an eighth of the MLP's bytes; none without a repair or a
+            gate) or "none". It is read for every token.
+        form: "stock": thresholds and bypass become plain neurons of a wider MLP, which needs no
+            code; "biases": they need biases that the family has (llama's `mlp_bias`); "code": a
+            custom-code block. "auto" is stock where the constant that it needs is in the MLP's
+            input (fitting/fold.py), measured on the source; else biases, or code.
         layers: default all.
         calibration: what the thresholds and the repair are fitted on; see `Calibration`.
 
@@ -210,6 +233,11 @@ def relufy(
         >>> source = surgery.open("meta-llama/Llama-2-7b-hf")
         >>> output = surgery.relufy(source, activation="shifted", sparsity=0.8)
     """
+    thresholds = sparsity is not None or threshold is not None or per_neuron
+    fits = repair != "none" and bypass not in ("none", 0) and find(checkpoint.config).gated
+    if activation == "auto":
+        activation = "shifted" if thresholds or fits else "relu"
+        sparsity = AUTO_SPARSITY if fits and threshold is None and sparsity is None else sparsity
     options = Options(
         activation=activation,
         sparsity=sparsity,
@@ -219,6 +247,7 @@ def relufy(
         stage=stage,
         repair=repair,
         bypass=bypass,
+        form=form,
         layers=layers,
         calibration=Calibration.of(calibration),
     )
@@ -235,6 +264,7 @@ def relufy(
         notes=_notes(job),
         advice=_advice(job),
         work=work,
+        pending=_pending(job, checkpoint) if job.waits else None,
     )
     changes = _native_changes(job) if job.native else with_blocks(checkpoint, [job.entry])
     return checkpoint.replace(step=step, tensors=tensors, **changes)
@@ -251,6 +281,7 @@ def _parameters(job: _Job) -> dict[str, Any]:
         "allocation": o.allocation if o.allocation != "uniform" else None,
         "stage": o.stage if o.stage == 2 else None,
         "bypass": job.rank or None,
+        "form": o.form if o.form != "auto" else None,
         "layers": None if o.layers is None else list(job.layers),
         "calibration": (job.needs_data and o.calibration.as_dict()) or None,
     }
@@ -267,27 +298,75 @@ def _check(checkpoint: Checkpoint, options: Options) -> _Job:
     require_whole(blocks)
     _require_possible(blocks, options)
     chosen = chosen_layers(blocks, options.layers)
-    rank = bypass_rank(options.bypass, blocks, options.repair)
-    every = chosen == chosen_layers(blocks, None) and not checkpoint.config.get("surgery_blocks")
-    stock = every and options.stage == 1 and not rank
-    family, swap = blocks.family, options.swap
-    biased = bool(family.bias_key) and not blocks.mlp(chosen[0]).biased
-    shifts = stock and swap.rule == "shifted" and biased
-    native = shifts or (stock and swap.how.plain and bool(family.activation_key))
+    every = chosen == chosen_layers(blocks, None)
+    whole = every and not checkpoint.config.get("surgery_blocks")
+    folds = _folds(blocks, options, whole=whole)
+    rank, width = _sizes(blocks, options, folds)
+    plain = options.swap.how.plain and bool(blocks.family.activation_key) and not rank
+    stock = plain and options.stage == 1 and whole
+    folds = folds if rank or not stock else ""
     job = _Job(
         blocks=blocks,
         options=options,
         layers=chosen,
         rank=rank,
-        native=native,
-        shifts=shifts,
+        native=bool(folds) or (stock and not checkpoint.config.get("surgery_blocks")),
+        folds=folds,
+        width=width,
         fixed=_fixed(options.threshold, chosen),
     )
-    if not native or job.needs_data:
-        entry = job.entry  # raises where no block can take the MLP's place
-        if not native:
-            block_config.config_changes(checkpoint.config, [entry])  # raises where no code can go
+    if not job.native:
+        block_config.config_changes(checkpoint.config, [job.entry])  # raises where no code can go
     return job
+
+
+def _folds(blocks: Blocks, options: Options, *, whole: bool) -> str:
+    """Return the form of FORMS that holds thresholds and bypass without code, "" where none does.
+
+    Raises UsageError where the form that is asked for is impossible.
+    """
+    family, swap = blocks.family, options.swap
+    operated = blocks.checkpoint.config.get("surgery_blocks")
+    foldable = (
+        whole
+        and not operated
+        and options.stage == 1
+        and swap.rule in ("plain", "shifted")
+        and family.gated
+        and not family.is_moe
+        and bool(family.activation_key)
+    )
+    if options.form in ("stock", "biases") and not foldable:
+        raise UsageError(
+            f"no {options.form} form of {options.activation} in this {family.model_type}",
+            "it needs relu, relu2 or shifted in every layer of a gated MLP whose activation is a "
+            "config field: leave --form out",
+        )
+    biased = blocks.mlp(chosen_layers(blocks, None)[0]).biased
+    if options.form == "biases" and not (family.bias_key or biased):
+        raise UsageError(f"the MLP of {family.model_type} has no biases", "take --form stock")
+    if options.form == "code" or not foldable:
+        return ""
+    if options.form == "auto" and options.repair == "none":  # no text is read for a direction
+        return "biases" if family.bias_key else ""
+    return "biases" if biased else options.form.replace("auto", "stock")
+
+
+def _sizes(blocks: Blocks, options: Options, folds: str) -> tuple[int, int]:
+    """Return the rank of the bypass and the width of the MLP that is written."""
+    down = blocks.mlp(chosen_layers(blocks, None)[0]).down
+    hidden, width = down.shape
+    constant = int(folds == "stock")  # the neuron that holds the correction
+    if options.bypass != "auto":
+        rank = bypass_rank(options.bypass, blocks, options.repair)
+        return rank, grown(width + rank + constant) if rank and folds else width
+    if options.repair == "none" or not blocks.family.gated:
+        return 0, width
+    if folds:
+        wider = grown(width + width // BYPASS_PART)
+        rank = min(hidden, wider - width - constant)
+        return rank, min(wider, grown(width + rank + constant))
+    return affordable_rank(hidden, width, BYPASS_PART), width
 
 
 def _require_possible(blocks: Blocks, options: Options) -> None:
@@ -333,12 +412,17 @@ def _notes(job: _Job) -> tuple[str, ...]:
         "reconstruct": "gate, up and down were optimised on calibration text",
     }[job.options.repair]
     notes = [f"{job.blocks.activation} became {job.options.activation}; {weights}"]
-    if job.native and not job.shifts:
+    added = job.width - job.blocks.mlp(job.layers[0]).width
+    if added:
+        notes.append(
+            f"{added} neurons were added to each MLP, always open or zero; they stand last"
+        )
+    if job.native:
         notes.append(
             "runtimes that hard-code the activation (llama.cpp, vLLM for llama and qwen) ignore "
             "this field or refuse it"
         )
-    elif not job.native:
+    else:
         notes.append(NEEDS_TRUST)
     return tuple(notes)
 
@@ -346,59 +430,112 @@ def _notes(job: _Job) -> tuple[str, ...]:
 def _advice(job: _Job) -> tuple[str, ...]:
     if job.options.repair == "none" or job.rank:
         return ()
-    return (
-        "--bypass full repairs much more: a linear map beside the MLP, computed by custom code",
+    return ("--bypass auto repairs much more: a linear map beside the MLP",)
+
+
+# --- the form -------------------------------------------------------------------------------------
+
+
+def _pending(job: _Job, base: Checkpoint) -> Pending:
+    """Return the choice of the form, which a walk of the source makes."""
+    calibration = job.options.calibration
+    return Pending(
+        base=base,
+        title="choosing the form",
+        total=job.blocks.count,
+        identity=identity("form", base, calibration.identity),
+        choose=lambda progress: {"form": _measured_form(job, progress)},
+        check=lambda: calibration.require(base),
+        asked={"form": "auto"},
     )
+
+
+def _measured_form(job: _Job, progress: Progress) -> str:
+    """Return the form that the constant in the MLPs' inputs allows."""
+    from surgery.calibration.install import costs_of_layers
+    from surgery.fitting.fold import constant_direction, deviation
+
+    def deviates(layer: Layer, rows: Rows) -> float:
+        progress(1)
+        return deviation(constant_direction(rows), rows)
+
+    calibration = dataclasses.replace(job.options.calibration, generated=0.0)
+    calibration = dataclasses.replace(calibration, tokens=min(calibration.tokens, FORM_TOKENS))
+    sample = calibration.sample(job.blocks.checkpoint)
+    found = costs_of_layers(job.blocks, calibration, sample, job.layers, deviates)
+    if max(found.values()) <= LIMIT:
+        return "stock"
+    return "biases" if job.blocks.family.bias_key else "code"
 
 
 # --- what is planned ------------------------------------------------------------------------------
 
 
 def _native_changes(job: _Job) -> dict[str, Any]:
-    family = job.blocks.family
+    family, mlp = job.blocks.family, job.blocks.mlp(job.layers[0])
     changes: dict[str, Any] = {family.activation_key: job.act}
-    changes |= {str(family.bias_key): True} if job.shifts else {}
+    if job.width > mlp.width:
+        changes |= {family.width_key: job.width, ALWAYS_OPEN: job.width - mlp.width}
+    changes |= {str(family.bias_key): True} if job.folds == "biases" and family.bias_key else {}
     return {"config": config_with(job.blocks.checkpoint, changes)}
 
 
 def _converted(job: _Job, index: int, work: Work | None) -> dict[str, LazyTensor]:
     """Return the tensors of a layer's MLP that differ from the source's."""
-    if work is None and job.native and not job.shifts:
+    if work is None and job.native and not job.folds:
         return {}
     blocks, mlp = job.blocks, job.blocks.mlp(index)
-    hidden, width = mlp.down.shape
+    hidden, dtype = mlp.down.shape[0], mlp.down.dtype
 
-    def made(name: str, dtype: str, shape: tuple[int, ...], otherwise: float) -> LazyTensor:
+    def made(name: str, dtype: str, shape: tuple[int, ...], otherwise: float = 0) -> LazyTensor:
         if work is None:
             return constant(otherwise, shape, dtype)
         return work.promise(f"{index}.{name}", dtype, shape)
 
-    fitted: dict[str, Any] = {
-        part: made(part, t.dtype, t.shape, 0) for part in job.fitted if (t := getattr(mlp, part))
+    shapes: dict[str, tuple[int, ...]] = {
+        "gate": (job.width, hidden),
+        "up": (job.width, hidden),
+        "down": (hidden, job.width),
+        "gate_bias": (job.width,),
+        "up_bias": (job.width,),
+        "down_bias": (hidden,),
     }
-    if job.shifts:
-        dtype, zeros = mlp.up.dtype, constant(0.0, (width,), mlp.up.dtype)
-        fitted["gate_bias"] = made("gate_bias", dtype, (width,), -job.fixed[index])
-        moves = "up" in job.fitted
-        fitted["up_bias"] = made("up_bias", dtype, (width,), 0) if moves else zeros
-        correction = constant(0.0, (hidden,), dtype)
-        fitted["down_bias"] = made("correction", dtype, (hidden,), 0) if job.biased else correction
+    fitted: dict[str, Any] = {part: made(part, dtype, shapes[part]) for part in job.fitted}
+    if job.folds == "biases" and work is None:
+        fitted |= _shifted_biases(mlp, job.fixed[index])
+    elif job.folds == "biases":
+        names = ("gate_bias", "up_bias", "down_bias")
+        fitted |= {name: made(name, dtype, shapes[name]) for name in names}
     out = blocks.restored(index, dataclasses.replace(mlp, **fitted)) if fitted else {}
     if not job.native:
-        for path, shape in block_config.sparse_tensors(job.entry, hidden, width).items():
+        for path, shape in block_config.sparse_tensors(job.entry, *mlp.down.shape).items():
             name = path.rpartition(".")[2]
-            dtype = "F32" if "threshold" in name else mlp.down.dtype
-            out[blocks.layer(index) + path] = made(name, dtype, shape, job.fixed[index])
+            own = "F32" if "threshold" in name else dtype
+            out[blocks.layer(index) + path] = made(name, own, shape, job.fixed[index])
     return out
+
+
+def _shifted_biases(mlp: Mlp, threshold: float) -> dict[str, LazyTensor]:
+    """Return the biases of an MLP with a threshold in that of the gate, zeros where it had none."""
+    hidden, width = mlp.down.shape
+    if mlp.gate_bias is None:
+        gate = constant(-threshold, (width,), mlp.up.dtype)
+    else:
+        gate = mlp.gate_bias.map(f"minus {threshold!r}", lambda t: t - threshold)
+    return {
+        "gate_bias": gate,
+        "up_bias": mlp.up_bias or constant(0.0, (width,), mlp.up.dtype),
+        "down_bias": mlp.down_bias or constant(0.0, (hidden,), mlp.up.dtype),
+    }
 
 
 def _work(job: _Job) -> Work:
     checkpoint, calibration = job.blocks.checkpoint, job.options.calibration
     parts = dataclasses.asdict(dataclasses.replace(job.options, calibration=None))  # type: ignore[arg-type]
-    hidden, width = job.blocks.mlp(job.layers[0]).down.shape
+    hidden = job.blocks.mlp(job.layers[0]).down.shape[0]
     layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(job.layers[0]))
     streams = 3 * 4 * calibration.tokens * hidden
-    peak = layer * COPIES[job.options.repair] + streams + fit_nbytes(hidden, width, job.rank)
+    peak = layer * COPIES[job.options.repair] + streams + fit_nbytes(hidden, job.width, hidden)
     return Work(
         identity("relufy", checkpoint, parts, calibration.identity),
         lambda work, progress: _calibrate(job, work, progress),
@@ -455,9 +592,16 @@ def _fit(job: _Job, fitting: Fitting, work: Work) -> None:
     sparsity = work.report.get("allocation", {}).get(str(index), job.options.wanted)
     neurons = _swapped(job, index, fitting.layer.device, rows)
     neurons = _thresholded(job, index, neurons, rows, sparsity)
-    fitted, errors = measures.better(neurons, _repaired(job, neurons, rows, sparsity), rows)
-    zeros = measures.sparsity(fitted, rows, rows.fitted)
-    work.note(str(index), measures.figures(**errors, zeros=zeros))
+    width, found = len(neurons.up), dict[str, float]()
+    repaired = _repaired(job, neurons, rows, sparsity)
+    if job.folds:
+        neurons, repaired, found = _folded(job, neurons, repaired, rows)
+    if job.options.repair != "none":
+        repaired, chosen = _refitted(job, repaired, rows)
+        found |= chosen
+    fitted, errors = measures.better(neurons, repaired, rows)
+    zeros = measures.sparsity(fitted, rows, rows.fitted, width)
+    work.note(str(index), measures.figures(**errors, zeros=zeros, **found))
     for name, value in _kept(job, fitted).items():
         if value is not None and work.promised(f"{index}.{name}"):
             work.put(f"{index}.{name}", value)
@@ -466,46 +610,70 @@ def _fit(job: _Job, fitting: Fitting, work: Work) -> None:
 def _thresholded(
     job: _Job, index: int, neurons: Neurons, rows: Rows, sparsity: float | None
 ) -> Neurons:
-    """Return the neurons with their thresholds, rounded as they will be on the disk."""
-    from surgery.fitting.thresholds import rounded, thresholded
+    from surgery.fitting.thresholds import thresholded
 
     if sparsity is not None:
-        neurons = thresholded(neurons, rows, sparsity, job.options.per_neuron)
-    elif job.thresholds:
-        fixed = neurons.up.new_full((1,), job.fixed[index])
-        neurons = dataclasses.replace(neurons, **dict.fromkeys(job.thresholds, fixed))
-    return rounded(neurons, job.blocks.mlp(index).up.dtype) if job.shifts else neurons
+        return thresholded(neurons, rows, sparsity, job.options.per_neuron)
+    fixed = neurons.up.new_full((1,), job.fixed[index])
+    return dataclasses.replace(neurons, **dict.fromkeys(job.thresholds, fixed))
 
 
 def _repaired(job: _Job, neurons: Neurons, rows: Rows, sparsity: float | None) -> Neurons:
     from surgery.fitting.reconstruct import Reconstruction, reconstruct
-    from surgery.fitting.ridge import ridge
+    from surgery.fitting.ridge import beginning
 
-    if job.options.repair == "ridge":
-        return ridge(neurons, rows, bias=job.biased, rank=job.rank)
+    if job.options.repair == "ridge":  # `_refitted` comes last
+        return beginning(neurons, rows, bias=job.biased, rank=job.rank)
     if job.options.repair == "reconstruct":
         options = Reconstruction(
             sparsity=sparsity,
             per_neuron=job.options.per_neuron,
             bias=job.biased,
-            biases=job.shifts,
+            biases=job.folds == "biases",
             rank=job.rank,
         )
         return reconstruct(neurons, rows, options)
     return neurons
 
 
+def _folded(
+    job: _Job, neurons: Neurons, repaired: Neurons, rows: Rows
+) -> tuple[Neurons, Neurons, dict[str, float]]:
+    """Return the neurons before and after the repair in stock form, and how constant v·x is."""
+    from surgery.fitting.fold import balanced, constant_direction, deviation, folded
+    from surgery.fitting.thresholds import rounded
+
+    direction = constant_direction(rows) if job.folds == "stock" else None
+    found = {} if direction is None else {"deviation": deviation(direction, rows)}
+    dtype = job.blocks.mlp(job.layers[0]).up.dtype
+    before, after = (
+        rounded(folded(balanced(n, rows), direction, job.width), dtype) for n in (neurons, repaired)
+    )
+    return before, after, found
+
+
+def _refitted(job: _Job, neurons: Neurons, rows: Rows) -> tuple[Neurons, dict[str, float]]:
+    """Fit all of `down` on what the neurons compute as they will be on the disk."""
+    from surgery.fitting.cross_validation import validated
+
+    bias = job.biased and job.folds != "stock"  # there it is a neuron
+    rank = 0 if job.folds else job.rank
+    fitted, choice = validated(neurons, rows, bias=bias, rank=rank)
+    if choice is None:
+        return fitted, {}
+    return fitted, {"damping": choice.damping, "part": choice.part, "left_out": choice.error}
+
+
 def _kept(job: _Job, neurons: Neurons) -> dict[str, Any]:
     """Return what may have been promised of a layer, by name."""
-    width, zeros = len(neurons.up), neurons.up.new_zeros
-    found = {name: getattr(neurons, name) for name in ("gate", "up", "down", *job.thresholds)}
-    correction, up_bias = neurons.correction, neurons.up_bias
-    found["correction"] = zeros(len(neurons.down)) if correction is None else correction
-    found["up_bias"] = zeros(width) if up_bias is None else up_bias
-    if neurons.threshold is not None:
-        before = 0 if neurons.gate_bias is None else neurons.gate_bias
-        found["gate_bias"] = before - neurons.threshold.expand(width)
-    return found | neurons.bypass(job.rank)
+    zeros = neurons.up.new_zeros
+    found = {n: getattr(neurons, n) for n in ("gate", "up", "down", *job.thresholds)}
+    correction = zeros(len(neurons.down)) if neurons.correction is None else neurons.correction
+    if job.folds:
+        biases = {name: getattr(neurons, name) for name in ("gate_bias", "up_bias")}
+        down_bias = 0 if neurons.down_bias is None else neurons.down_bias
+        return found | biases | {"down_bias": down_bias + correction}
+    return found | {"correction": correction} | neurons.bypass(job.rank)
 
 
 # --- the record -----------------------------------------------------------------------------------
@@ -524,7 +692,7 @@ def _suffix(p: Parameters) -> str:
     percent = f"{p['sparsity'] * 100:g}" if "sparsity" in p else ""
     repair = "" if p["repair"] == "none" else p["repair"]
     bypass = f"bypass{p['bypass']}" if p.get("bypass") else ""
-    return hyphenated(p["activation"], percent, repair, bypass)
+    return hyphenated(p["activation"], percent, repair, bypass, p.get("form", ""))
 
 
 def _beside(source: Checkpoint, output: Checkpoint, p: Parameters) -> dict[str, Checkpoint]:

@@ -37,7 +37,7 @@ from surgery.calibration.stock import NameReport, check_names, parse_config, unk
 from surgery.calibration.texts import Text
 from surgery.checkpoint import Checkpoint, LazyTensor
 from surgery.checkpoint.row import Row
-from surgery.families import locate
+from surgery.families import find, locate
 from surgery.proof import quality
 from surgery.proof.comparison import SHORT, TOKENS, Check, Comparison
 from surgery.proof.parity import Pair
@@ -175,10 +175,13 @@ def _quality_rows(
     yield from domain_rows(found, sample, require)
     for name in ("source", "output"):
         if not math.isnan(found[name].sparsity):
+            of_all = found[name].sparsity_of_all
+            open_too = of_all != found[name].sparsity
             yield Row(
                 key=f"zeros.{name}",
                 check=f"exact zeros among the products of the {name}",
                 value=found[name].sparsity,
+                detail=(f"{of_all:.1%} with the always-open neurons",) if open_too else (),
                 layers=tuple((i, round(z, 4)) for i, z in enumerate(found[name].zeros)),
             )
 
@@ -261,7 +264,8 @@ def savings_rows(output: Checkpoint, zeros: Sequence[float]) -> Iterator[Row]:
 
     There are no rows without zeros. The gate is computed for every neuron, up and down only where
     it is open; where the product decides (TEAL), only down is saved. A bypass is read in full and
-    comes on top. A layer without an MLP of its own (a mixture) is not counted.
+    comes on top, and so do always-open neurons. A layer without an MLP of its own (a mixture) is
+    not counted.
     """
     if not any(z > 0 for z in zeros):
         return
@@ -277,8 +281,9 @@ def savings_rows(output: Checkpoint, zeros: Sequence[float]) -> Iterator[Row]:
         for part in weights.layers:
             if "mlp" not in part.tallies or part.index is None or math.isnan(zeros[part.index]):
                 continue
-            bypass = sum(map(of_tensor, _bypass(output, part.index)))
-            own = of_mlp(part.tallies["mlp"]) - bypass
+            whole = of_mlp(part.tallies["mlp"])
+            bypass = sum(map(of_tensor, _bypass(output, part.index))) + whole * _open_part(output)
+            own = whole - bypass
             before += own
             after += own * REMAINING[kernel](zeros[part.index], weights.gated) + bypass
         if not before:  # experts alone, shared ones among them
@@ -290,6 +295,12 @@ def savings_rows(output: Checkpoint, zeros: Sequence[float]) -> Iterator[Row]:
             value=after / before,
             detail=(f"{after / 1e6:.4g} of {before / 1e6:.4g} {unit} per token",),
         )
+
+
+def _open_part(output: Checkpoint) -> float:
+    """Return the part of an MLP's neurons that are always open."""
+    family = find(output.config)
+    return locate(output).always_open / max(1, int(output.text_config.get(family.width_key) or 1))
 
 
 def _bypass(output: Checkpoint, index: int) -> list[LazyTensor]:

@@ -222,7 +222,7 @@ def test_random_ids_without_a_tokenizer() -> None:
 def test_a_tokenizer_that_does_not_load_is_said(tmp_path: Path) -> None:
     """The ids are then random, and the reason is in the source."""
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(DEMO / name)
+        (tmp_path / name).write_bytes((DEMO / name).read_bytes())
     (tmp_path / "tokenizer.json").write_text("{")
     s = sample_ids(open_checkpoint(tmp_path), tokens=100, sequence_length=100)
     assert not s.text and "the tokenizer does not load" in s.source
