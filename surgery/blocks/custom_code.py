@@ -25,25 +25,32 @@ NEEDS_TRUST = (
     "other runtimes (llama.cpp, vLLM) cannot run it"
 )
 SHELL = "modeling_surgery.py"
-# Kinds whose file imports from another's. The shell must import that one too, because transformers
-# 4 copies only what the shell imports itself.
+# Kinds whose file imports from another's, and files that no kind is made from, each with what to
+# import of it. The shell must import them too, because transformers 4 copies only what the shell
+# imports itself.
 NEEDS = {"experts": "sparse"}
+HELPERS = {"sparse": (("sparse_kernel", "live_mlp as live_mlp"),)}
 
 
 def files(base: str, kinds: Collection[str]) -> dict[str, bytes]:
     """Return the files of code that are saved beside the weights, by name."""
     needed = {*kinds, *(NEEDS[kind] for kind in kinds if kind in NEEDS)}
-    modules = [BLOCKS[kind][0] + ".py" for kind in sorted(needed)]
-    return {SHELL: _shell(base, sorted(needed))} | {name: _read(name) for name in modules}
+    modules = [module for module, _ in _imports(sorted(needed))]
+    return {SHELL: _shell(base, sorted(needed))} | {f"{m}.py": _read(f"{m}.py") for m in modules}
+
+
+def _imports(kinds: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the modules that these kinds consist of, each with what to import of it."""
+    pairs = (pair for kind in kinds for pair in (*HELPERS.get(kind, ()), BLOCKS[kind]))
+    return sorted(set(pairs))
 
 
 def _shell(base: str, kinds: Iterable[str]) -> bytes:
     """Return the shell for a model_type and these kinds of block."""
-    chosen = [(kind, *BLOCKS[kind]) for kind in kinds]
-    blocks = ", ".join(f'"{kind}": {name}' for kind, _, name in chosen)
+    blocks = ", ".join(f'"{kind}": {BLOCKS[kind][1]}' for kind in kinds)
     lines = {
-        r"(from \.\w+ import \w+\n)+": "".join(
-            f"from .{module} import {name}\n" for _, module, name in chosen
+        r"(from \.\w+ import \w+( as \w+)?\n)+": "".join(
+            f"from .{module} import {name}\n" for module, name in _imports(kinds)
         ),
         r"BASE = .*\n": f'BASE = "{base}"\n',
         r"(BLOCKS: .* = ).*\n": rf"\g<1>{{{blocks}}}" + "\n",
@@ -62,7 +69,8 @@ def _read(name: str) -> bytes:
 def is_ours(name: str, data: bytes) -> bool:
     """Return whether a file of code is, byte for byte, what `files` gives."""
     if name != SHELL:
-        return name in {f"{module}.py" for module, _ in BLOCKS.values()} and data == _read(name)
+        known = {f"{module}.py" for module, _ in _imports(BLOCKS)}
+        return name in known and data == _read(name)
     base = re.search(rb'^BASE = "([\w.-]+)"$', data, re.MULTILINE)
     modules = [m.decode() for m in re.findall(rb"^from \.(\w+) import", data, re.MULTILINE)]
     found = [kind for kind, (module, _) in BLOCKS.items() if module in modules]

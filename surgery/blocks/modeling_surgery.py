@@ -21,6 +21,7 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
+from .sparse_kernel import live_mlp as live_mlp
 from .sparse_mlp import SparseMLP
 
 BASE = "llama"

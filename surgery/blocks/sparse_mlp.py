@@ -32,9 +32,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
+
+from .sparse_kernel import ACTIVATIONS, fits, live_mlp
 
 GATHER = 0.6  # with more of the neurons live, reading all rows of up is as fast
 # Bytes of gathered rows that a CPU works on at a time: more would not stay in its cache.
@@ -104,7 +107,8 @@ class NeuronsMLP(nn.Module):
                 self.act = child  # its name differs from class to class
         if entry["activation"]:
             self.act = ACT2FN[entry["activation"]]
-        self.entry, self.rule = dict(entry), RULES[entry.get("rule", "plain")]
+        self.entry, self._rule_name = dict(entry), entry.get("rule", "plain")
+        self.rule = RULES[self._rule_name]
         weight = self._part("down").weight
         self.hidden, width = reversed(weight.shape) if entry["transposed"] else weight.shape
         per_neuron = (neurons or width) if entry.get("per_neuron") else 1
@@ -161,26 +165,61 @@ class NeuronsMLP(nn.Module):
 class SparseMLP(NeuronsMLP):
     """Take the place of the MLP that it is built from.
 
-    With `sparse_decode`, one token without gradients reads only the rows of up and down whose
-    neuron is live. It is off by default, because it pays only from some size and sparsity on, which
-    `surgery bench` measures. The first such token changes the layout of `down` in memory to one row
-    for each neuron. That is as fast for one sequence and for prefill, and slower for a few
-    sequences in bf16 on a CPU. A gather would bypass hooks, adapters, quantised or offloaded
-    weights, and a compiler; where there are any, the MLP is computed densely.
+    With `sparse_decode`, tokens without gradients read only the rows of up and down whose neuron is
+    live: on a CPU up to eight at a time by the kernel of sparse_kernel.py; on a GPU, and where the
+    kernel cannot be compiled, one at a time by a gather in torch. It is off by default, because it
+    pays only from some size and sparsity on, which `surgery bench` measures. The first such token
+    changes the layout of `down` in memory to one row for each neuron. That is as fast for one
+    sequence and for prefill. Rows read so bypass hooks, adapters, quantised or offloaded weights;
+    where there are any, the MLP is computed densely. A compiler keeps the kernel, once that layout
+    is there, and computes densely otherwise.
     """
 
     def __init__(self, base: nn.Module, entry: dict[str, Any], config: Any = None) -> None:
         super().__init__(base, entry)
         self.sparse_decode = bool(getattr(config, "sparse_decode", False))
         self._threshold("threshold_inputs", 1 if entry.get("inputs") else 0)
+        self.act_name = _name_of(self.act)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., H] to [..., H]."""
         if self.threshold_inputs is not None:
             x = _above(x, self.threshold_inputs)
-        gathers = self.sparse_decode and self._gathers(x)
-        y = self._gathered(x) if gathers else self._part("down")(self._product(x))
+        if self.sparse_decode and self._has_kernel(x):
+            y = self._by_kernel(x)
+        elif self.sparse_decode and self._gathers(x):
+            y = self._gathered(x)
+        else:
+            y = self._part("down")(self._product(x))
         return self._complete(y, x)
+
+    # --- a few tokens -----------------------------------------------------------------------------
+
+    def _has_kernel(self, x: Tensor) -> bool:
+        """Return whether the kernel gives y of x: of a few tokens being decoded, from matrices."""
+        if torch.is_grad_enabled() or not fits(x, self._rule_name, self.act_name):
+            return False
+        gate = self.entry["gate"] and not self.entry["fused"]
+        if not all(is_plain(self._part(p), x) for p in ("up", "down", *("gate",) * bool(gate))):
+            return False
+        return not torch.compiler.is_compiling() or self._stored_rows("down").is_contiguous()
+
+    def _by_kernel(self, x: Tensor) -> Tensor:
+        up, down = self._rows("up"), self._rows("down")
+        gate = gate_bias = None
+        up_bias = self._part("up").bias
+        if self.entry["fused"]:
+            gate, up = up.chunk(2)
+            gate_bias, up_bias = (None, None) if up_bias is None else up_bias.chunk(2)
+        elif self.entry["gate"]:
+            gate, gate_bias = self._rows("gate"), self._part("gate").bias
+        biases = (gate_bias, up_bias, self._part("down").bias)
+        both = (self.threshold, self.threshold_up)
+        thresholds = (None if t is None else t.float() for t in both)  # to() may have cast them
+        y: Tensor = live_mlp(
+            x, gate, up, down, *biases, *thresholds, self._rule_name, self.act_name
+        )
+        return y
 
     # --- one token --------------------------------------------------------------------------------
 
@@ -191,17 +230,15 @@ class SparseMLP(NeuronsMLP):
         """
         if x.numel() != self.hidden or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
-        fits = not (self.entry["gate"] and self.entry["transposed"]) and x.device.type in (
-            "cpu",
-            "cuda",
-        )
-        return fits and all(is_plain(self._part(part), x) for part in ("up", "down"))
+        known = x.device.type in ("cpu", "cuda")
+        fit = known and not (self.entry["gate"] and self.entry["transposed"])
+        return fit and all(is_plain(self._part(part), x) for part in ("up", "down"))
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Return y [..., H] of one token."""
         h, live = self._live(x.reshape(1, self.hidden))
         down = self._part("down")
-        y = _sum_rows(self._rows_of_down(), live, h)
+        y = _sum_rows(self._rows("down"), live, h)
         return (y if down.bias is None else y + down.bias).view(x.shape)
 
     def _live(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,15 +272,25 @@ class SparseMLP(NeuronsMLP):
         u = _dot_rows(up.weight[skip:], live, x)
         return u if up.bias is None else u + up.bias[skip:][live]
 
-    def _rows_of_down(self) -> Tensor:
-        """Return the weight of down as [F, H], with a row of memory for each neuron."""
-        weight: Tensor = self._part("down").weight
-        if self.entry["transposed"]:
-            return weight
-        if not weight.t().is_contiguous():
+    # --- rows -------------------------------------------------------------------------------------
+
+    def _stored_rows(self, part: str) -> Tensor:
+        """Return the weight of a part as [F, H], whatever its layout in memory."""
+        weight: Tensor = self._part(part).weight
+        return weight if (part == "down") == bool(self.entry["transposed"]) else weight.t()
+
+    def _rows(self, part: str) -> Tensor:
+        """Return the weight of a part as [F, H], with a row of memory for each neuron."""
+        if not self._stored_rows(part).is_contiguous():
+            weight = self._part(part).weight
             with torch.inference_mode(False):  # or the weight could never be trained again
                 weight.data = weight.data.t().contiguous().t()
-        return weight.t()
+        return self._stored_rows(part)
+
+
+def _name_of(act: Any) -> str:
+    """Return the name of an activation that the kernel knows, or ""."""
+    return next((name for name in ACTIVATIONS if type(ACT2FN[name]) is type(act)), "")
 
 
 def is_plain(module: nn.Module, x: Tensor, cast: bool = False) -> bool:
@@ -258,8 +305,9 @@ def is_plain(module: nn.Module, x: Tensor, cast: bool = False) -> bool:
     ):
         return False
     weight = module.weight
+    stands_in = torch.compiler.is_compiling() and type(weight) is FakeTensor  # in torch.export
     return (
-        type(weight) is nn.Parameter
+        (type(weight) is nn.Parameter or stands_in)
         and weight.device == x.device
         and (cast or weight.dtype == x.dtype)
     )

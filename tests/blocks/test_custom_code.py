@@ -23,7 +23,7 @@ FOLDER = Path(custom_code.__file__).parent
 
 def test_only_the_lines_of_the_source_change() -> None:
     ours = custom_code.files("gpt_neox", ["sparse"])
-    assert set(ours) == {"modeling_surgery.py", "sparse_mlp.py"}
+    assert set(ours) == {"modeling_surgery.py", "sparse_kernel.py", "sparse_mlp.py"}
     assert ours["sparse_mlp.py"] == (FOLDER / "sparse_mlp.py").read_bytes()
     before, after = (
         (FOLDER / "modeling_surgery.py").read_text().splitlines(),
@@ -53,7 +53,7 @@ def test_only_the_kinds_in_use_come_along(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["modeling_surgery.py", *(p.name for p in FOLDER.glob("*_mlp.py"))]
+    "name", ["modeling_surgery.py", "sparse_kernel.py", *(p.name for p in FOLDER.glob("*_mlp.py"))]
 )
 def test_travelling_code_needs_torch_and_transformers_alone(name: str) -> None:
     tree = ast.parse((FOLDER / name).read_text())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from surgery.blocks import block_config, rules, sparse_mlp
+from surgery.blocks import block_config, rules, sparse_kernel, sparse_mlp
 from surgery.blocks.block_config import Sparse
 from surgery.blocks.sparse_mlp import SparseMLP
 from surgery.families import known
@@ -48,6 +48,24 @@ class Base(nn.Module):
         self.add_module(up, linear(HIDDEN, WIDTH * (2 if family.fused_gate_up else 1)))
         self.add_module(down, linear(WIDTH, HIDDEN))
         self.act_fn = nn.SiLU()
+
+
+@pytest.fixture(
+    autouse=True,
+    params=[
+        pytest.param(
+            "kernel",
+            marks=pytest.mark.skipif(not sparse_kernel.available(), reason="needs a C compiler"),
+        ),
+        "gather",
+    ],
+)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How rows are skipped: in torch alone, as where there is no compiler, or by the kernel."""
+    found: str = request.param
+    if found == "gather":
+        monkeypatch.setattr(sparse_mlp, "fits", lambda x, rule, act: False)
+    return found
 
 
 def make(
@@ -115,7 +133,7 @@ def test_a_rule_cuts_what_its_data_say(name: str) -> None:
 @torch.no_grad()
 def both(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Skipping and dense."""
-    assert mlp._gathers(x)
+    assert mlp._has_kernel(x) or mlp._gathers(x)
     skipping = mlp(x)
     mlp.sparse_decode = False
     return skipping, mlp(x)
@@ -246,13 +264,16 @@ def test_it_follows_changed_weights() -> None:
         torch.testing.assert_close(mlp(x), 3 * before)
 
 
-def test_what_a_gather_would_bypass_is_dense() -> None:
+def test_what_skipping_would_bypass_is_dense(way: str) -> None:
     mlp, x = make(), token()
+
+    def skips(x: Tensor) -> bool:
+        return bool(mlp._has_kernel(x) if way == "kernel" else mlp._gathers(x))
+
     seen: list[Tensor] = []
     with torch.no_grad():
-        assert (
-            mlp._gathers(x) and not mlp._gathers(torch.cat([x, x])) and not mlp._gathers(x.half())
-        )
+        assert skips(x) and not skips(x.half())
+        assert skips(torch.cat([x, x])) == (way == "kernel")
         hook = mlp.up_proj.register_forward_hook(lambda module, args, y: seen.append(y))
         mlp(x)
         hook.remove()
@@ -260,11 +281,11 @@ def test_what_a_gather_would_bypass_is_dense() -> None:
         up = mlp.up_proj
         mlp.up_proj = nn.Sequential(up)
         mlp.up_proj.weight = up.weight  # an adapter shows the weight that it changes
-        assert not mlp._gathers(x)
+        assert not skips(x)
         mlp.up_proj = up
         mlp.down_proj.to("meta")
-        assert not mlp._gathers(x)
-    assert not mlp._gathers(x)  # with gradients
+        assert not skips(x)
+    assert not skips(x)  # with gradients
 
 
 @pytest.mark.parametrize(("name", "spec"), CASES)

@@ -75,7 +75,7 @@ def test_saved_again_it_is_the_same(shop: Any, tmp_path: Path) -> None:
     """Weights, thresholds and code; and it loads from there."""
     folder = shop.case("llama, fatrelu")
     load(folder)[0].save_pretrained(tmp_path)
-    for file in ("modeling_surgery.py", "sparse_mlp.py"):
+    for file in ("modeling_surgery.py", "sparse_kernel.py", "sparse_mlp.py"):
         assert (tmp_path / file).read_bytes() == (folder / file).read_bytes()
     before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path))
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
@@ -219,6 +219,7 @@ def test_blocks_follow_one_another(
     write(out, source, [*entries, block_config.entry(family, "negative", [0, 2])], tensors)
     assert {p.name for p in out.glob("*.py")} == {
         "modeling_surgery.py",
+        "sparse_kernel.py",
         "sparse_mlp.py",
         "negative_mlp.py",
     }
@@ -287,7 +288,8 @@ def test_transformers_4_gives_the_same(case: str, found_by_4: dict[str, Any]) ->
     limit = 1e-5 * max(1.0, found["std"])
     assert found["keys"] == {} and found["class"] == "SurgeryForCausalLM"
     assert found["delta"] <= limit and found["same_tokens"] and found["same_tokens_skipping"]
-    assert found["again"] <= limit and found["files"] == ["modeling_surgery.py", "sparse_mlp.py"]
+    assert found["again"] <= limit
+    assert found["files"] == ["modeling_surgery.py", "sparse_kernel.py", "sparse_mlp.py"]
     assert found["dtypes"] == ["torch.bfloat16"] and set(found["threshold_dtypes"]) <= {
         "torch.float32"
     }

@@ -107,6 +107,7 @@ def test_a_custom_code_block(call: Call, model: Path) -> None:
     assert {p.name for p in out.glob("*.py")} == {
         "modeling_surgery.py",
         "experts_mlp.py",
+        "sparse_kernel.py",
         "sparse_mlp.py",
     }
 

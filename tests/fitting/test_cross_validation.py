@@ -1,7 +1,7 @@
 """Left-out domains choose how far a refit goes.
 
-What could break it: rows of one domain on both sides, first tokens taken away with a group, an error
-from sums that is not that of the rows, a fit that pays in one domain with another.
+What could break it: rows of one domain on both sides, first tokens taken away with a group, an
+error from sums that is not that of the rows, a fit that pays in one domain with another.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def test_what_all_domains_share_is_fitted_in_full() -> None:
 
 
 def test_what_one_domain_has_alone_is_shrunk() -> None:
-    """Every domain has a map of its own: a plain refit is good on no domain that it did not see, and
-    the choice leaves `down` alone, or nearly.
+    """Every domain has a map of its own: a plain refit is good on no domain that it did not see,
+    and the choice leaves `down` alone, or nearly.
     """
     mlp, z, domain = relu_mlp(240)
     draw = torch.Generator().manual_seed(5)

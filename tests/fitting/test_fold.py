@@ -1,5 +1,5 @@
-"""Thresholds, bias and bypass as plain neurons: the same function where the constant is exact, and a
-stock model wherever it is close enough.
+"""Thresholds, bias and bypass as plain neurons: the same function where the constant is exact, and
+a stock model wherever it is close enough.
 
 What could break it: a neuron that is not open, columns of `down` under the wrong neurons, a width
 that differs between layers, a class that reads another field than the one that was written, a fit

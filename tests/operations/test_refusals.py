@@ -170,6 +170,7 @@ def test_what_travels_because_of_that(
     assert {f.name for f in result.files} == {
         "modeling_surgery.py",
         "experts_mlp.py",
+        "sparse_kernel.py",
         "sparse_mlp.py",
     }
 

@@ -168,7 +168,7 @@ def test_bf16_logits_are_as_near_as_rounding_lets_them(tmp_path: Path) -> None:
 def test_saved_again_it_is_the_same(shop: Shop, tmp_path: Path) -> None:
     _, output, _ = shop.case("gemma3_text")
     loaded(output)[0].save_pretrained(tmp_path)
-    for file in ("modeling_surgery.py", "experts_mlp.py", "sparse_mlp.py"):
+    for file in ("modeling_surgery.py", "experts_mlp.py", "sparse_kernel.py", "sparse_mlp.py"):
         assert (tmp_path / file).read_bytes() == (output / file).read_bytes()
     before, after = (load_file(f / "model.safetensors") for f in (output, tmp_path))
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
@@ -311,5 +311,6 @@ def test_transformers_4_gives_the_same(name: str, found_by_4: dict[str, Any]) ->
     assert found["keys"] == {} and found["class"] == "SurgeryForCausalLM"
     assert found["delta"] <= limit and found["same_tokens"] and found["again"] <= limit
     gathers = ["gathered_mlp.py"] if name.startswith("opt") else []
-    assert found["files"] == ["experts_mlp.py", *gathers, "modeling_surgery.py", "sparse_mlp.py"]
+    sparse = ["modeling_surgery.py", "sparse_kernel.py", "sparse_mlp.py"]
+    assert found["files"] == ["experts_mlp.py", *gathers, *sparse]
     assert found["not_finite"] == []
