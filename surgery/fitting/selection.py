@@ -69,18 +69,19 @@ def at_random(neurons: Neurons, count: int, seed: int) -> Tensor:
     return drawn[:count].sort().values.to(neurons.up.device)
 
 
-def least_missed(neurons: Neurons, rows: Rows, count: int) -> Tensor:
+def least_missed(neurons: Neurons, rows: Rows, count: int, fixed: int = 0) -> Tensor:
     """Return the `count` neurons without whose fellows the refitted MLP misses least, sorted.
 
     This is Optimal Brain Surgeon (Hassibi & Stork 1993) for whole columns of `down`. With C the
     Gram matrix of the products and D [H, F] the `down` that fits the targets best, leaving neuron j
     out and refitting the others costs |D_j|² / (C⁻¹)_jj. The cheapest are left out, D and C⁻¹ are
-    those of the neurons that are left, and so on, in STEPS steps.
+    those of the neurons that are left, and so on, in STEPS steps. The last `fixed` neurons stay.
     """
     inverse, down = _inverse_gram(neurons, rows)
     left = torch.arange(len(down.T), device=down.device)
     while len(left) > count:
         cost = down.square().sum(0) / inverse.diagonal()
+        cost[len(cost) - fixed :] = torch.inf
         number = min(len(left) - count, max(1, len(neurons.up) // STEPS))
         order = cost.argsort(stable=True)
         out, stay = order[:number], order[number:].sort().values

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from surgery.blocks import block_config
 from surgery.blocks.paper import Paper
-from surgery.blocks.preconditions import require_plain, require_whole
+from surgery.blocks.preconditions import chosen_layers, require_plain, require_whole
 from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, LazyTensor, Progress, Step, Work
 from surgery.checkpoint.edit import config_with
@@ -58,19 +58,23 @@ class _Job:
 
     @property
     def exact(self) -> bool:
+        """Return whether only neurons go that add nothing."""
         return self.keep == 1
 
     @property
     def needs_text(self) -> bool:
+        """Return whether a choice or a fit reads calibration text."""
         return not self.exact and (self.criterion in NEED_TEXT or self.repair != "none")
 
     @property
     def layers(self) -> tuple[int, ...]:
-        return tuple(range(self.blocks.count))
+        """Return the layers that have an MLP."""
+        return chosen_layers(self.blocks, None)
 
     @property
     def before(self) -> int:
-        return self.blocks.mlp(0).width
+        """Return the number of neurons of an MLP before."""
+        return self.blocks.mlp(self.layers[0]).width
 
 
 def prune(
@@ -104,6 +108,7 @@ def prune(
     """
     blocks = _check(checkpoint, keep, multiple_of)
     kept = _not_idle(blocks) if keep == 1 else None
+    before = blocks.mlp(chosen_layers(blocks, None)[0]).width
     job = _Job(
         blocks=blocks,
         keep=keep,
@@ -112,12 +117,12 @@ def prune(
         multiple_of=multiple_of,
         seed=seed,
         calibration=Calibration.of(calibration),
-        width=_width(blocks.mlp(0).width, keep, multiple_of, kept),
+        width=_width(before, keep, multiple_of, kept),
     )
     work = None if kept is not None else _work(job)
     tensors = dict(checkpoint.tensors)
-    for index in job.layers:
-        order = _fixed(kept[index], job.width) if kept is not None else None
+    for number, index in enumerate(job.layers):
+        order = _fixed(kept[number], job.width) if kept is not None else None
         tensors |= _pruned(job, index, order, work)
     step = Step(
         operation="prune",
@@ -158,7 +163,13 @@ def _check(checkpoint: Checkpoint, keep: float, multiple_of: int) -> Blocks:
             "not the architecture's own",
             "prune first, then convert the narrower model",
         )
-    widths = {blocks.mlp(i).width for i in range(blocks.count)}
+    layers = chosen_layers(blocks, None)
+    if blocks.family.width_key not in blocks.family.effective(checkpoint.text_config):
+        raise SurgeryError(
+            f"no config field of this {blocks.family.model_type} holds the width of its MLPs",
+            "`surgery families` lists the architectures whose width is known",
+        )
+    widths = {blocks.mlp(i).width for i in layers}
     if len(widths) > 1:
         raise SurgeryError(
             f"the MLPs of this {blocks.family.model_type} have {len(widths)} widths, "
@@ -185,12 +196,19 @@ def _width(before: int, keep: float, multiple_of: int, kept: list[list[int]] | N
 
 
 def _not_idle(blocks: Blocks) -> list[list[int]]:
-    """Return the neurons of each layer that may add something, read one layer at a time."""
+    """Return the neurons of each layer that may add something, read one layer at a time.
+
+    Those that are always open are among them, zero or not: every layer has as many.
+    """
     from surgery.fitting.neurons import Neurons
     from surgery.fitting.selection import idle
 
-    layers = (Neurons.at(blocks, i) for i in range(blocks.count))
-    return [(~idle(neurons)).nonzero().flatten().tolist() for neurons in layers]
+    found = []
+    for index in chosen_layers(blocks, None):
+        stays = ~idle(Neurons.at(blocks, index))
+        stays[len(stays) - blocks.always_open :] = True
+        found.append(stays.nonzero().flatten().tolist())
+    return found
 
 
 def _notes(job: _Job) -> tuple[str, ...]:
@@ -257,16 +275,16 @@ def _fixed(kept: list[int], width: int) -> LazyTensor:
 
 
 def _work(job: _Job) -> Work:
-    checkpoint, mlp = job.blocks.checkpoint, job.blocks.mlp(0)
+    checkpoint, mlp = job.blocks.checkpoint, job.blocks.mlp(job.layers[0])
     hidden, before = mlp.down.shape
-    layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(0))
+    layer = 4 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(job.layers[0]))
     streams = 3 * 4 * job.calibration.tokens * hidden if job.needs_text else 0
     chooses = 3 * FP64_BYTES * before * before if job.criterion == "second_order" else 0
     parts = (job.width, job.criterion, job.repair, job.seed)
     return Work(
         identity("prune", checkpoint, parts, job.calibration.identity if job.needs_text else ""),
         lambda work, progress: _run(job, work, progress),
-        total=job.blocks.count,
+        total=max(job.layers) + 1 if job.needs_text else len(job.layers),
         peak_memory=2 * layer + streams + max(chooses, fit_nbytes(hidden, job.width)),
         check=lambda: job.calibration.require(checkpoint) if job.needs_text else None,
     )
@@ -285,29 +303,23 @@ def _run(job: _Job, work: Work, progress: Progress) -> None:
             work.put(f"{index}.order", _choose(job, index, neurons, None))
             progress(1)
         return
-    from surgery.calibration.install import fit_layers
+    from surgery.calibration.install import fit_layers, read_text
 
-    fit_layers(
-        job.blocks,
-        job.calibration,
-        job.layers,
-        work,
-        progress,
-        fit=lambda fitting: _fit(job, fitting, work),
-    )
+    reading = read_text(job.blocks, job.calibration, work)
+    fit_layers(reading, job.layers, work, progress, lambda fitting: _fit(job, fitting, work))
 
 
 def _fit(job: _Job, fitting: Fitting, work: Work) -> None:
     """Choose the neurons of a layer that stay, and refit what they write."""
     from surgery.fitting import measures
+    from surgery.fitting.cross_validation import validated
     from surgery.fitting.neurons import Neurons
-    from surgery.fitting.ridge import ridge
 
     rows, index = fitting.rows, fitting.index
     neurons = Neurons.at(job.blocks, index, fitting.layer.device)
     order = _choose(job, index, neurons, rows)
     left = neurons.pick(order)
-    refitted = left if job.repair == "none" else ridge(left, rows)
+    refitted = left if job.repair == "none" else validated(left, rows)[0]
     best, errors = measures.better(left, refitted, rows)
     work.note(str(index), measures.figures(**errors))
     work.put(f"{index}.order", order)
@@ -316,16 +328,23 @@ def _fit(job: _Job, fitting: Fitting, work: Work) -> None:
 
 
 def _choose(job: _Job, index: int, neurons: Neurons, rows: Rows | None) -> Tensor:
-    """Return the neurons of a layer that stay, sorted, [width]."""
+    """Return the neurons of a layer that stay, sorted, [width]; always-open ones are the last."""
+    import torch
+
     from surgery.fitting import selection
 
+    fixed = job.blocks.always_open
+    some = neurons.pick(slice(0, job.before - fixed))
+    count = job.width - fixed
     choices: dict[str, Callable[[], Tensor]] = {
-        "second_order": lambda: selection.least_missed(neurons, _given(rows), job.width),
-        "mass": lambda: selection.heaviest(neurons, _given(rows), job.width),
-        "magnitude": lambda: selection.strongest(neurons, job.width),
-        "random": lambda: selection.at_random(neurons, job.width, job.seed + index),
+        "second_order": lambda: selection.least_missed(neurons, _given(rows), job.width, fixed),
+        "mass": lambda: selection.heaviest(some, _given(rows), count),
+        "magnitude": lambda: selection.strongest(some, count),
+        "random": lambda: selection.at_random(some, count, job.seed + index),
     }
-    return choices[job.criterion]()
+    chosen = choices[job.criterion]()
+    last = torch.arange(job.before - fixed, job.before, device=chosen.device)
+    return torch.cat([chosen[chosen < job.before - fixed], last])
 
 
 def _given(rows: Rows | None) -> Rows:
