@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from compared import verify
 from models import LAYERS, MODELS, greedy, load, logits_of, read_config, save_model
 from safetensors.torch import load_file, save_file
 
@@ -24,7 +25,6 @@ from surgery.fitting.rows import Rows
 from surgery.operations.prune import prune
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
-from surgery.proof.verification import verify
 from surgery.storage import open_checkpoint, write
 
 CALIBRATION = {"tokens": 256, "sequence_length": 32}
