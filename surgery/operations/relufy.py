@@ -336,7 +336,7 @@ def _notes(job: _Job) -> tuple[str, ...]:
     if job.native and not job.shifts:
         notes.append(
             "runtimes that hard-code the activation (llama.cpp, vLLM for llama and qwen) ignore "
-            "this field or refuse it"
+            "the one in config.json, or refuse the model"
         )
     elif not job.native:
         notes.append(NEEDS_TRUST)
