@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "fp16", "fp32"]),
-    help="Compute in. [default: bf16 where that is fast]",
+    help="Precision to compute in. [default: bf16 where that is fast]",
 )
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
 @strip_prefix

@@ -30,11 +30,12 @@ def verify_command(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """Check OUTPUT, a folder that surgery wrote, against the SOURCE it was made from. The files
-    must be whole, and names and shapes must fit the model class. Where the conversion claims to
-    keep the function, the logits must agree to 1e-5 of their standard deviation, and a damaged copy
-    must be caught. Any other conversion is measured, not judged: perplexity of both on two domains.
-    Exits with 1 if a check fails. The result goes into OUTPUT/surgery.json.
+    """Check OUTPUT, a folder that surgery wrote, against the SOURCE it was made from.
+
+    The files must be whole, and names and shapes must fit the model class. Where the conversion
+    claims to keep the function, the logits must agree to 1e-5 of their standard deviation, and a
+    damaged copy must be caught. Any other conversion is measured, not judged: perplexity of both on
+    two domains. Exits with 1 if a check fails. The result goes into OUTPUT/surgery.json.
 
     \b
     Examples:

@@ -38,7 +38,7 @@ def relu(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "relu", fields={"hidden_act": "relu"}, dtype=torch.float32)
 
 
-def travelling(
+def with_custom_code(
     folder: Path, out: Path, rule: str, activation: str, threshold: float, layers: list[int]
 ) -> Path:
     """A llama with a sparse block in some layers."""
@@ -96,7 +96,7 @@ def test_threads_are_put_back(relu: Path) -> None:
 def test_the_code_that_travels_is_what_is_timed(
     rule: str, activation: str, threshold: float, relu: Path, tmp_path: Path
 ) -> None:
-    folder = travelling(relu, tmp_path / "out", rule, activation, threshold, [1])
+    folder = with_custom_code(relu, tmp_path / "out", rule, activation, threshold, [1])
     dense, sparse = bench(open_checkpoint(folder), SAMPLE).layers
     assert not dense.skips and dense.sparsity == 0 and dense.skipping == dense.dense
     assert sparse.skips and 0.1 < sparse.sparsity < 0.95 and sparse.error < 1e-5
