@@ -193,8 +193,8 @@ def assert_two_lines(ran: Ran, *words: str, code: int = 1) -> None:
 def found_by_transformers_4(outputs: Mapping[str, Path], modules: Path) -> dict[str, Any]:
     """Return how transformers 4.57 loads outputs, compared with what is expected of them.
 
-    One process of blocks/load_travelling.py loads all of them, because importing transformers takes
-    longer than the models do.
+    One process of blocks/load_in_transformers_4.py loads all of them, because importing
+    transformers takes longer than the models do.
 
     Args:
         outputs: folders by name; the values that are expected of each are beside it in FOLDER.pt.
@@ -210,7 +210,7 @@ def found_by_transformers_4(outputs: Mapping[str, Path], modules: Path) -> dict[
         "HF_HUB_OFFLINE": "1",
         "HF_MODULES_CACHE": str(modules),
     }
-    script = Path(__file__).parent / "blocks" / "load_travelling.py"
+    script = Path(__file__).parent / "blocks" / "load_in_transformers_4.py"
     done = subprocess.run(
         [sys.executable, script],
         input=json.dumps(job),

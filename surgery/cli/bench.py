@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "fp16", "fp32"]),
-    help="Compute in. [default: bf16 where that is fast]",
+    help="Precision to compute in. [default: bf16 where that is fast]",
 )
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
 @strip_prefix
@@ -57,9 +57,11 @@ def bench_command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Time the MLPs of MODEL as it decodes one sequence: dense, and with zeros skipped by the
-    custom code of a sparse checkpoint, at the sparsity that the model has on the built-in text.
-    MODEL is such a checkpoint, or one with ReLU. Let nothing else run on the machine meanwhile.
+    """Time the MLPs of MODEL as it decodes one sequence, dense and with zeros skipped.
+
+    Zeros are skipped by the custom code of a sparse checkpoint, at the sparsity that the model has
+    on the built-in text. MODEL is such a checkpoint, or one with ReLU. Let nothing else run on the
+    machine meanwhile.
 
     \b
     Examples:
@@ -107,10 +109,9 @@ def _show(found: Bench) -> None:
     screen.show(f"{found.source} · {found.model_type} · {found.dtype} on {where} · one sequence")
     screen.show(f"medians of {TIMED} tokens, with their quartiles\n")
     screen.show(_table(found))
-    screen.show(
-        "\nideal: if time were proportional to the bytes read\n"
-        "error: of the MLP's output against dense, the largest of a token"
-    )
+    screen.show("\nideal: the speedup if time were proportional to the bytes read")
+    screen.show("left: the part of the MLP's bytes that skipping reads")
+    screen.show("error: of the MLP's output against dense, the largest of a token")
     if not found.sample.text:
         screen.show("note: the tokens are random, and real text has another sparsity")
     for warning in found.warnings:
@@ -119,24 +120,27 @@ def _show(found: Bench) -> None:
 
 def _table(found: Bench) -> Table:
     from surgery.cli import screen
+    from surgery.proof.verdict import figure
 
     names = ("sparsity", "dense ms", "quartiles", "skipping ms", "quartiles", "speedup", "ideal")
-    table = screen.columns("layer", *names, "bytes left", "error")
+    table = screen.columns("layer", *names, "left", "error")
     for layer in found.layers:
-        dense = (f"{layer.dense:.3f}", _range(layer.dense_quartiles))
-        skipping = (f"{layer.skipping:.3f}", _range(layer.skipping_quartiles))
+        dense = (figure(layer.dense), _range(layer.dense_quartiles))
+        skipping = (figure(layer.skipping), _range(layer.skipping_quartiles))
         speeds = (f"{layer.dense / layer.skipping:.2f}x", f"{1 / layer.left:.2f}x")
         cells = (*skipping, *speeds, f"{layer.left:.0%}", f"{layer.error:.0e}")
         table.add_row(
             str(layer.index), f"{layer.sparsity:.1%}", *dense, *(cells if layer.skips else ())
         )
     table.add_section()
-    dense = (f"{found.dense:.3f}", _range(found.quartiles("dense")))
-    skipping = (f"{found.skipping:.3f}", _range(found.quartiles("skipping")))
+    dense = (figure(found.dense), _range(found.quartiles("dense")))
+    skipping = (figure(found.skipping), _range(found.quartiles("skipping")))
     speeds = (f"{found.speedup:.2f}x", f"{found.ideal:.2f}x")
     table.add_row("all", f"{found.sparsity:.1%}", *dense, *skipping, *speeds, style="bold")
     return table
 
 
 def _range(quartiles: tuple[float, float]) -> str:
-    return f"{quartiles[0]:.3f}–{quartiles[1]:.3f}"
+    from surgery.proof.verdict import figure
+
+    return "–".join(map(figure, quartiles))

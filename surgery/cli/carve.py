@@ -73,7 +73,7 @@ from surgery.operations.carve import ALLOCATIONS, METHODS, ROUTERS, carve
     help="Fit a linear map beside the MLP too, of this rank or `full`. It costs bytes, and helps "
     "where few parts are active.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of all random numbers.")
+@click.option("--seed", default=0, show_default=True, help="Seed of all random numbers.")
 @click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
 @click.option(
     "--sweep",
@@ -99,11 +99,12 @@ def carve_command(
     bypass: str,
     **options: Any,
 ) -> int:
-    """Cut each MLP of MODEL into experts, of which a token passes only some: its own neurons in
-    another order behind a new router, without training. With all parts active it is the same
-    function, which is verified. --sweep shows what fewer parts cost, beside a random split and an
-    ideal router. A relufied model keeps its thresholds and its bypass. Without MODEL, convert the
-    checkpoint in this folder.
+    """Cut each MLP of MODEL into experts of its own neurons, of which a token passes only some.
+
+    The neurons are put in another order behind a new router, without training. With all parts
+    active it is the same function, which is verified. --sweep shows what fewer parts cost, beside a
+    random split and an ideal router. A relufied model keeps its thresholds and its bypass. Without
+    MODEL, convert the checkpoint in this folder.
 
     \b
     Methods:

@@ -29,8 +29,9 @@ RECIPES = {"upcycled": "demo-upcycle", "relufied": "demo-relufy"}
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing.")
 def demo_command(out: Path, as_json: bool, quiet: bool) -> int:
-    """Upcycle and relufy the model that comes with the package, verify both, and print what
-    happened, in order. It takes about a minute and needs no network.
+    """Upcycle and relufy the model that comes with the package, and verify both.
+
+    It takes about a minute and needs no network.
 
     \b
     Examples:
@@ -156,13 +157,11 @@ def _show_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_next(results: Mapping[str, Result]) -> None:
-    """Print what to do with the two outputs, and with a model of one's own."""
-    from surgery.cli import following, outcome, screen
+    """Print what to do with the relufied output, and with a model of one's own."""
+    from surgery.cli import outcome, screen
 
     relufied = results["relufied"]
     outcome.show_next(relufied.folder, relufied.record)
-    upcycled = results["upcycled"].folder
-    screen.show(f"  {'load':<11}{following.load(str(upcycled))}")
     screen.show("\nWith a model of your own:")
     for command in ("inspect", "relufy --dry-run", "upcycle --dry-run"):
         screen.show(f"  surgery {command} ./my-model")

@@ -91,7 +91,7 @@ from surgery.cli.options import CommonOptions, calibrated, converting, execute
     metavar="STEPS",
     help="Optimise the neurons that --init slots keeps, like 80. [default: 0]",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of all random numbers.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random numbers.")
 @calibrated
 @converting
 def memory_command(
@@ -101,10 +101,11 @@ def memory_command(
     slots: str | None,
     **options: Any,
 ) -> int:
-    """Give layers of MODEL a memory: a large table in which a token looks up few values, by product
-    keys. Beside the MLP, the function of the model stays the same until the memory is trained. In
-    the MLP's place, it is fitted on calibration text, and the verification shows what that costs.
-    Without MODEL, convert the checkpoint in this folder.
+    """Give layers of MODEL a memory, a large table in which a token looks up few values.
+
+    It finds them by product keys. Beside the MLP, the function of the model stays the same until
+    the memory is trained. In the MLP's place, the memory is fitted on calibration text, and the
+    verification shows what that costs. Without MODEL, convert the checkpoint in this folder.
 
     \b
     Inits in the MLP's place:

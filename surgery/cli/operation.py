@@ -6,6 +6,7 @@ Its options are the keywords of the operation's function, as their JSON schema d
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -109,9 +110,16 @@ def _help(operation: Operation) -> str:
     """Return the summary and what the function's docstring says before its arguments."""
     text = (inspect.getdoc(operation.function) or "").partition("\n\nArgs:")[0]
     text = text.partition("\n\nExample:")[0].partition("\n\nRaises")[0]
-    required = (f" --{n.replace('_', '-')} {n.upper()}" for n in operation.options["required"])
+    schemas = operation.options["properties"]
+    required = (_example(name, schemas[name]) for name in operation.options["required"])
     example = f"surgery {operation.name} ./my-model{''.join(required)} --dry-run"
     return f"{operation.summary}\n\n{text}\n\n\b\nExamples:\n  {example}"
+
+
+def _example(name: str, schema: Schema) -> str:
+    """Return an option with the first value that its description names, or else its own name."""
+    quoted = re.search('"([^"]+)"', str(schema.get("description", "")))
+    return f" --{name.replace('_', '-')} {quoted[1] if quoted else name.upper()}"
 
 
 def _sentence(text: str) -> str:

@@ -145,7 +145,7 @@ _CALIBRATED: dict[str, Decorator] = {
     "calibration_dtype": click.option(
         "--calibration-dtype",
         type=click.Choice(["bf16", "fp16", "fp32"]),
-        help="Calibrate in. [default: bf16 where that is fast]",
+        help="Precision to calibrate in. [default: bf16 where that is fast]",
     ),
     "memory_budget": click.option(
         "--memory-budget",

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 def push_command(
     folder: Path, repo: str, private: bool, pr: bool, dry_run: bool, as_json: bool, quiet: bool
 ) -> None:
-    """Publish DIR, an output that passed its verification, on the Hub as REPO, OWNER/NAME. The
-    files go to a pull request, which is merged when all of them are there, so that main is never
-    half a model. If it is interrupted, run it again: what the Hub has already is not sent again.
-    Needs `hf auth login` or HF_TOKEN.
+    """Publish DIR, an output that passed its verification, on the Hub as REPO (OWNER/NAME).
+
+    The files go to a pull request, which is merged when all of them are there, so that main is
+    never half a model. If it is interrupted, run it again: what the Hub has already is not sent
+    again. Needs `hf auth login` or HF_TOKEN.
 
     \b
     Examples:

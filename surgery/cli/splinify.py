@@ -48,11 +48,12 @@ def splinify_command(
     groups: str | None,
     layers: str | None,
 ) -> int:
-    """Make the activation of MODEL's MLPs learnable, as in a KAN: for each channel, a spline or
-    rational function that begins at zero is added to it. The function of the model stays the same,
-    bit for bit, and gains nothing until it is trained. Straight lines (linear) are near the
-    activation, not exactly it: the verification shows the perplexity. Without MODEL, convert the
-    checkpoint in this folder.
+    """Make the activation of MODEL's MLPs learnable, as in a KAN.
+
+    For each channel, a spline or rational function that begins at zero is added to it. The function
+    of the model stays the same, bit for bit, and gains nothing until it is trained. Straight lines
+    (linear) are near the activation, not exactly it: the verification shows the perplexity. Without
+    MODEL, convert the checkpoint in this folder.
 
     \b
     Examples:

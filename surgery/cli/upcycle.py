@@ -100,7 +100,7 @@ from surgery.errors import UsageError
     "--seed",
     default=0,
     show_default=True,
-    help="Of all random numbers.",
+    help="Seed of all random numbers.",
 )
 @calibrated
 @converting
@@ -113,12 +113,15 @@ def upcycle_command(
     shared_parts: int | None,
     **options: Any,
 ) -> int:
-    """Turn each MLP of MODEL into a mixture of experts behind a new router: in a native
-    architecture (Llama and Mistral into Mixtral, Qwen3 into Qwen3-MoE, …), or with --target surgery
-    in custom code that is saved with the checkpoint, which auto falls back to (Gemma 2 and 3,
-    GPT-2, Falcon, …). Copies compute exactly what MODEL does, also where they are cut finer; with
-    --drop, --noise and --expert the experts differ, and the function changes. Without MODEL,
-    convert the checkpoint in this folder.
+    """Turn each MLP of MODEL into a mixture of experts behind a new router.
+
+    The output has a native architecture (Llama and Mistral become Mixtral, Qwen3 becomes Qwen3-MoE,
+    …). Where none can hold the model (Gemma 2 and 3, GPT-2, Falcon, …), and with --target surgery,
+    it has custom code that is saved with the checkpoint.
+
+    Copies compute exactly what MODEL does, also where they are cut finer. With --drop, --noise and
+    --expert the experts differ, and the function changes. Without MODEL, convert the checkpoint in
+    this folder.
 
     \b
     Routers:
@@ -134,8 +137,7 @@ def upcycle_command(
       surgery upcycle Qwen/Qwen3-8B --granularity 8 --shared 2 --dense-first 1
       surgery upcycle Qwen/Qwen3-8B --drop 0.5 --router centroids
       surgery upcycle ./base --expert ./code --expert ./maths --attention average
-      surgery upcycle ./base --expert ./a --expert ./b --router class-means \
-          --expert-text a.txt --expert-text b.txt
+      surgery upcycle m --expert a --expert b --router class-means --expert-text x --expert-text y
       surgery upcycle google/gemma-3-270m --experts 4 --dry-run
     """
     from surgery.operations.upcycle import upcycle

@@ -54,12 +54,13 @@ def verify_command(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """Check OUTPUT, a folder that surgery wrote, against the SOURCE it was made from. The files
-    must be whole, and names and shapes must fit the model class. Where the conversion claims to
-    keep the function, the logits must agree to 1e-5 of their standard deviation, and a damaged copy
-    must be caught. Any other conversion is measured: perplexity of both on held-out text of every
-    domain. Exits with 1 if a check fails, and where --max-perplexity is exceeded. The result goes
-    into OUTPUT/surgery.json.
+    """Check OUTPUT, a folder that surgery wrote, against the SOURCE it was made from.
+
+    The files must be whole, and names and shapes must fit the model class. Where the conversion
+    claims to keep the function, the logits must agree to 1e-5 of their standard deviation, and a
+    damaged copy must be caught. Any other conversion is measured: perplexity of both on held-out
+    text of every domain. Exits with 1 if a check fails, and where --max-perplexity is exceeded. The
+    result goes into OUTPUT/surgery.json.
 
     \b
     Examples:

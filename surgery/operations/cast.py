@@ -15,9 +15,12 @@ _EXPONENT = {"BF16": 8, "F16": 5, "F32": 8, "F64": 11}
 
 
 def cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    """Store every floating-point tensor in `dtype` ("bfloat16", "fp16", …).
+    """Convert every floating-point tensor, and the dtype that config.json names.
 
-    The dtype of the config changes with them.
+    Args:
+        dtype: "bf16", "fp16", "fp32" or "fp64", or a long name like "bfloat16".
+
+    Raises UsageError for another name.
     """
     name = SHORT.get(dtype) or NAMES.get(dtype)
     if name is None:

@@ -420,7 +420,7 @@ def _notes(job: _Job) -> tuple[str, ...]:
     if job.native:
         notes.append(
             "runtimes that hard-code the activation (llama.cpp, vLLM for llama and qwen) ignore "
-            "this field or refuse it"
+            "the one in config.json, or refuse the model"
         )
     else:
         notes.append(NEEDS_TRUST)

@@ -18,6 +18,7 @@ from surgery.analysis import bench as module
 from surgery.analysis.bench import Bench, LayerBench, bench
 from surgery.blocks import block_config, custom_code
 from surgery.calibration.data import Sample
+from surgery.cli.bench import _show as show
 from surgery.cli.bench import bench_command
 from surgery.errors import SurgeryError
 from surgery.families import known
@@ -37,7 +38,7 @@ def relu(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "relu", fields={"hidden_act": "relu"}, dtype=torch.float32)
 
 
-def travelling(
+def with_custom_code(
     folder: Path, out: Path, rule: str, activation: str, threshold: float, layers: list[int]
 ) -> Path:
     """A llama with a sparse block in some layers."""
@@ -95,7 +96,7 @@ def test_threads_are_put_back(relu: Path) -> None:
 def test_the_code_that_travels_is_what_is_timed(
     rule: str, activation: str, threshold: float, relu: Path, tmp_path: Path
 ) -> None:
-    folder = travelling(relu, tmp_path / "out", rule, activation, threshold, [1])
+    folder = with_custom_code(relu, tmp_path / "out", rule, activation, threshold, [1])
     dense, sparse = bench(open_checkpoint(folder), SAMPLE).layers
     assert not dense.skips and dense.sparsity == 0 and dense.skipping == dense.dense
     assert sparse.skips and 0.1 < sparse.sparsity < 0.95 and sparse.error < 1e-5
@@ -186,4 +187,20 @@ def test_json_and_table(relu: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].startswith(("no gain", "skipping makes"))
     assert "float32 on cpu, 1 threads" in lines[1] and "quartiles" in lines[2]
     assert any(line.startswith("note: the tokens are random") for line in lines)
-    assert max(map(len, lines[3:10])) <= 120
+    assert "\\n" not in "".join(lines)
+
+
+def test_the_table_fits_into_100_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is cut off where times have many digits, as on a large model or a busy machine."""
+    monkeypatch.setenv("COLUMNS", "100")
+    slow = a_bench(1234.5, 361.97)
+    wide = dataclasses.replace(
+        slow.layers[0], dense_quartiles=(1038.25, 1270.4), skipping_quartiles=(206.51, 457.61)
+    )
+    show(dataclasses.replace(slow, layers=(wide,) * 2))
+    out = capsys.readouterr().out
+    assert "1,230" in out and "1,040–1,270" in out and "207–458" in out and "…" not in out
+    table = out.partition("\n\n")[2].partition("\nideal:")[0]
+    assert "error" in table and max(map(len, table.splitlines())) <= 100

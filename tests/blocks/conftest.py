@@ -9,6 +9,6 @@ import pytest
 
 @pytest.fixture(scope="session")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from travelling import Workshop
+    from custom_blocks import Workshop
 
-    return Workshop(tmp_path_factory.mktemp("travelling"))
+    return Workshop(tmp_path_factory.mktemp("custom-blocks"))

@@ -55,7 +55,7 @@ def test_only_the_kinds_in_use_come_along(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "name", ["modeling_surgery.py", "sparse_kernel.py", *(p.name for p in FOLDER.glob("*_mlp.py"))]
 )
-def test_travelling_code_needs_torch_and_transformers_alone(name: str) -> None:
+def test_custom_code_needs_torch_and_transformers_alone(name: str) -> None:
     tree = ast.parse((FOLDER / name).read_text())
     absolute = {
         node.module

@@ -21,3 +21,6 @@ def test_the_demo_upcycles_and_relufies(call: Any, tmp_path: Path) -> None:
     order = ["1. surgery run demo-upcycle", "Same function: ", "2. surgery run demo-relufy"]
     places = [again.out.index(part) for part in [*order, "Another function: ", "Next:"]]
     assert places == sorted(places) and again.out.count("Files valid: 6 checks") == 2
+    following = again.out.partition("Next:")[2].partition("With a model")[0]
+    labels = [line.split()[0] for line in following.splitlines() if line.strip()]
+    assert labels == ["load", "time", "fine-tune", "publish"]

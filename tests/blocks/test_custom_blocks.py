@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from custom_blocks import CASES, added, family_of, hook, write
 from models import LAYERS, greedy, logits_of, sample_ids
 from safetensors.torch import load_file, save_file
 from support import found_by_transformers_4
-from travelling import CASES, added, family_of, hook, write
 
 from surgery.blocks import block_config, custom_code
 from surgery.blocks.block_config import Sparse

@@ -1,7 +1,7 @@
 """Load checkpoints with our code by another version of transformers. Reads JSON, names to
 {"folder", "expected"}; prints what was found:
 
-    PYTHONPATH=<folder with transformers 4.57> python load_travelling.py < job.json
+    PYTHONPATH=<folder with transformers 4.57> python load_in_transformers_4.py < job.json
 """
 
 from __future__ import annotations
