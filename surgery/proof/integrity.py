@@ -36,11 +36,14 @@ def damaged_shards(
     found: dict[str, Digest] = {}
     for name, recorded in shards.items():
         path, expected = folder / name, recorded.get("sha256")
-        if name in trusted and expected:
-            continue
         if not path.is_file() or path.stat().st_size != recorded.get("bytes"):
             length = f"{path.stat().st_size:,} bytes long" if path.is_file() else "missing"
             damaged.append(f"{name} is {length}")
+            continue
+        if refused := _refused(path):
+            damaged.append(f"{name} cannot be read by the safetensors library: {refused}")
+            continue
+        if name in trusted and expected:
             continue
         digest = of_file(path, progress)
         if expected in (None, digest["sha256"]):
@@ -51,6 +54,18 @@ def damaged_shards(
         hashes = f"sha256 {digest['sha256'][:12]}…, recorded {expected[:12]}…"
         damaged.append(f"{name} has {hashes}: {named} differs")
     return damaged, found
+
+
+def _refused(path: Path) -> str:
+    """Return why the safetensors library does not open a shard, or an empty text where it does."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "np") as shard:
+            shard.keys()
+    except (OSError, SafetensorError) as e:
+        return str(e)[:200]
+    return ""
 
 
 def stray_weights(folder: Path, shards: Mapping[str, Any]) -> list[str]:
