@@ -40,20 +40,23 @@ def damaged_shards(
             length = f"{path.stat().st_size:,} bytes long" if path.is_file() else "missing"
             damaged.append(f"{name} is {length}")
             continue
+        if not (name in trusted and expected):
+            digest = of_file(path, progress)
+            if expected not in (None, digest["sha256"]):
+                damaged.append(_difference(path, recorded, digest))
+                continue
+            found[name] = digest
         if refused := _refused(path):
             damaged.append(f"{name} cannot be read by the safetensors library: {refused}")
-            continue
-        if name in trusted and expected:
-            continue
-        digest = of_file(path, progress)
-        if expected in (None, digest["sha256"]):
-            found[name] = digest
-            continue
-        where = differing(path, recorded.get("crc32") or "", digest["crc32"])
-        named = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
-        hashes = f"sha256 {digest['sha256'][:12]}…, recorded {expected[:12]}…"
-        damaged.append(f"{name} has {hashes}: {named} differs")
     return damaged, found
+
+
+def _difference(path: Path, recorded: Mapping[str, Any], digest: Digest) -> str:
+    """Return the line of a shard whose digest is not the recorded one."""
+    where = differing(path, recorded.get("crc32") or "", digest["crc32"])
+    named = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
+    hashes = f"sha256 {digest['sha256'][:12]}…, recorded {recorded['sha256'][:12]}…"
+    return f"{path.name} has {hashes}: {named} differs"
 
 
 def _refused(path: Path) -> str:

@@ -132,7 +132,7 @@ def convert(
     with nullcontext() if already else held(out):
         written = None if already else _finished(run, _write(run))
         remove(scratch(out))
-        fresh = [n for n, digest in written.digests.items() if digest] if written else ()
+        fresh = written.fresh if written else ()
         found = (
             verify_folder(source, out, trust_remote_code, observer, fresh, allow_nonfinite)
             if verify

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from surgery.checkpoint import Checkpoint, LazyTensor, Source, make_plan, natural_key
