@@ -149,9 +149,9 @@ def test_the_config_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     order: list[str] = []
     small, shard = writer._write_small, writer._write_shard
 
-    def noted_small(path: Path, data: bytes) -> None:
-        order.append(path.name)
-        small(path, data)
+    def noted_small(out: Path, name: str, data: bytes) -> None:
+        order.append(name)
+        small(out, name, data)
 
     def noted_shard(one: Any, *rest: Any) -> Any:
         order.append(one.name)

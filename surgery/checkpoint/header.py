@@ -49,13 +49,38 @@ def read_header(file: SourceFile, read: Callable[[int, int], bytes]) -> dict[str
 
 
 def _parse(raw: bytes, file: SourceFile, data: int) -> dict[str, LazyTensor]:
-    entries = read_json(raw, f"the header of {file.name}", _AGAIN)
-    if not isinstance(entries, dict):
-        raise SurgeryError(f"{file.name} has a header that is not a JSON object", _AGAIN)
-    entries.pop("__metadata__", None)
+    entries = _entries(raw, file)
+    _check_metadata(entries.pop("__metadata__", None), file)
     tensors = {name: _tensor(name, entry, file, data) for name, entry in entries.items()}
     _check_coverage(tensors, file, data)
     return tensors
+
+
+def _entries(raw: bytes, file: SourceFile) -> dict[str, Any]:
+    """Return the JSON object in a header, read as strictly as the safetensors library reads it.
+
+    Python's reader alone would also take UTF-16, a byte order mark, and Infinity.
+    """
+    where = f"the header of {file.name}"
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise SurgeryError(f"{where} is not UTF-8: {e.reason}", _AGAIN) from None
+    entries = read_json(text, where, _AGAIN, finite=True)
+    if not isinstance(entries, dict):
+        raise SurgeryError(f"{file.name} has a header that is not a JSON object", _AGAIN)
+    return entries
+
+
+def _check_metadata(metadata: Any, file: SourceFile) -> None:
+    """Raise SurgeryError unless `__metadata__` is absent or maps texts to texts."""
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise SurgeryError(
+            f"{file.name} has a __metadata__ that is not an object of texts",
+            "save it again with the safetensors library, which would refuse to read it",
+        )
 
 
 def _tensor(name: str, entry: Any, file: SourceFile, data: int) -> LazyTensor:

@@ -24,10 +24,17 @@ class Unreadable(SurgeryError):  # noqa: N818
     """Text that is not what it should be; the message says where it is from and what is wrong."""
 
 
-def read_json(data: bytes | str, where: str, hint: str, repeated: list[str] | None = None) -> Any:
+def read_json(
+    data: bytes | str,
+    where: str,
+    hint: str,
+    repeated: list[str] | None = None,
+    *,
+    finite: bool = False,
+) -> Any:
     """Return the value of a JSON text.
 
-    Infinity is let through, because configs of state-space models hold it.
+    Infinity is let through unless `finite`, because configs of state-space models hold it.
 
     Args:
         data: the text, in UTF-8 where it is bytes.
@@ -35,6 +42,7 @@ def read_json(data: bytes | str, where: str, hint: str, repeated: list[str] | No
         hint: what to do about it.
         repeated: takes the keys that an object has more than once, of which the last counts;
             without it such keys are an error.
+        finite: whether Infinity, and -0 as a whole number, are errors.
 
     Raises Unreadable where it is no JSON, and where it exceeds a limit.
     """
@@ -42,8 +50,8 @@ def read_json(data: bytes | str, where: str, hint: str, repeated: list[str] | No
         value = json.loads(
             data,
             object_pairs_hook=partial(_object, repeated=repeated),
-            parse_constant=_constant,
-            parse_int=_integer,
+            parse_constant=_no_constant if finite else _constant,
+            parse_int=_unsigned_zero if finite else _integer,
             parse_float=_float,
         )
         _check_depth(value)
@@ -73,6 +81,16 @@ def _constant(name: str) -> float:
     if name == "NaN":
         raise ValueError("it holds NaN")
     return float(name)
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"it holds {name}")
+
+
+def _unsigned_zero(digits: str) -> int:
+    if digits == "-0":
+        raise ValueError("it holds -0")
+    return _integer(digits)
 
 
 def _integer(digits: str) -> int:

@@ -5,7 +5,9 @@ can), so memory use does not grow with the model. A shard has a temporary name u
 and synced, and config.json comes last, so a folder that has one is complete.
 
 `surgery.partial.json` marks a folder as an unfinished output and holds the plan's fingerprint. The
-same command continues from the finished shards; any other command is refused.
+same command continues from the finished shards; any other command is refused. Each finished shard
+has its digest in a file beside it until the record is written, so that one which has changed since
+is found: a run that goes on takes no digest of a file that it has not written.
 
 Several processes (see `processes`) divide the shards, and rank 0 does everything else. Of the file
 system that they share they need only that files can be created, renamed and looked up.
@@ -21,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from surgery import files
 from surgery.checkpoint.checkpoint import Checkpoint
@@ -35,7 +38,7 @@ from surgery.storage.digest import Digest
 from surgery.storage.downloads import bytes_on_disk
 from surgery.storage.lock import HELD, LOCK
 from surgery.storage.processes import Group, divide
-from surgery.storage.record import RECORD
+from surgery.storage.record import RECORD, read_record
 from surgery.storage.staging import cache_home
 from surgery.storage.stream import stream
 
@@ -52,8 +55,8 @@ class Transfer:
     Args:
         hardlink: whether a shard that equals a source file is linked to it instead of copied, where
             both are on the same file system.
-        hashed: whether to compute each shard's digest while it is written. Linked shards and those
-            that were finished before are not read for it.
+        hashed: whether to compute each shard's digest while it is written. Linked shards are not
+            read for it. Shards of an earlier run that computed no digest are written again.
     """
 
     hardlink: bool = False
@@ -66,12 +69,15 @@ class Written:
 
     Args:
         folder: the output.
-        digests: by shard name; None where it was not computed. Empty on ranks other than 0.
+        digests: by shard name, as first written; None where it was not computed. Empty on ranks
+            other than 0.
+        fresh: the shards whose digest this run computed while it wrote them.
         resumed: how many shards an earlier run had finished.
     """
 
     folder: Path
     digests: dict[str, Digest | None]
+    fresh: tuple[str, ...]
     resumed: int
 
 
@@ -101,24 +107,74 @@ def write(
     group, transfer = group or Group(), transfer or Transfer()
     if not group.rank:
         _begin(plan, out, source, transfer.hardlink)
-    done = group.broadcast([s.name for s in plan.shards if _has(out / s.name, s.nbytes)])
+    earlier = group.broadcast(_finished(plan, out, transfer))
     if not _appears(out / MARKER, None, group):
         raise SurgeryError(
             f"{out} is not the folder that the first process writes",
             "give --out on a file system that all processes share",
         )
     if not group.rank:
-        progress(sum(s.nbytes for s in plan.shards if s.name in done))
-    todo = [s for s in plan.shards if s.name not in done]
+        progress(sum(s.nbytes for s in plan.shards if s.name in earlier))
+    todo = [s for s in plan.shards if s.name not in earlier]
     progress = group.counting(progress)
     mine = [todo[i] for i in divide([s.nbytes for s in todo], group)]
     own = {s.name: _write_shard(s, out, transfer, progress) for s in mine}
-    digests: dict[str, Digest | None] = {}
+    new: dict[str, Digest | None] = {}
     for part in group.gather(own):
-        digests |= part
+        new |= part
     if not group.rank:
         _end(plan, out, group)
-    return Written(folder=out, digests=digests, resumed=len(done))
+    return Written(
+        folder=out,
+        digests={} if group.rank else earlier | new,
+        fresh=tuple(name for name, digest in new.items() if digest),
+        resumed=len(earlier),
+    )
+
+
+def _finished(plan: Plan, out: Path, transfer: Transfer) -> dict[str, Digest | None]:
+    """Return the digests of the shards that an earlier run finished, as it computed them."""
+    recorded = _recorded(plan, out)
+    found: dict[str, Digest | None] = {}
+    for shard in plan.shards:
+        path = out / shard.name
+        if not _has(path, shard.nbytes):
+            continue
+        digest = _kept_digest(path) or recorded.get(shard.name)
+        linked = transfer.hardlink and shard.verbatim and path.samefile(shard.verbatim.path())
+        if digest or linked or not transfer.hashed:
+            found[shard.name] = digest
+    return found
+
+
+def _recorded(plan: Plan, out: Path) -> dict[str, Digest]:
+    """Return the digests in the record of this plan's output, where it was finished once."""
+    if _fingerprint_of(out / RECORD) != plan.fingerprint:
+        return {}
+    try:
+        shards = read_record(out)["shards"]
+    except SurgeryError:
+        return {}
+    return {
+        name: {key: s[key] for key in ("sha256", "crc32") if key in s}
+        for name, s in shards.items()
+        if s["sha256"]
+    }
+
+
+def _kept_digest(shard: Path) -> Digest | None:
+    """Return the digest that was written beside a finished shard, or None where there is none."""
+    try:
+        data = files.read(shard.parent, digest_name(shard.name), files.JSON_LIMIT)
+        found = read_json(data, "a digest", "")
+        return {key: str(found[key]) for key in ("sha256", "crc32")}
+    except (OSError, SurgeryError, KeyError, TypeError):
+        return None
+
+
+def digest_name(shard: str) -> str:
+    """Return the name of the file that holds a shard's digest until the record does."""
+    return f".{shard}.digest"
 
 
 def _begin(plan: Plan, out: Path, source: Checkpoint, hardlink: bool) -> None:
@@ -152,11 +208,13 @@ def add(out: Path, small: Mapping[str, bytes]) -> None:
         _write_small(out, name, data)
 
 
-def finish(out: Path, record: dict[str, object], small: Mapping[str, bytes] | None = None) -> None:
+def finish(out: Path, record: dict[str, Any], small: Mapping[str, bytes] | None = None) -> None:
     """Write `small` files and the record, and remove the mark of an unfinished output."""
     add(out, small or {})
     _write_small(out, RECORD, dump(record))
     (out / MARKER).unlink(missing_ok=True)
+    for name in record["shards"]:
+        (out / digest_name(name)).unlink(missing_ok=True)
     _sync_folder(out)
 
 
@@ -351,6 +409,8 @@ def _write_shard(shard: Shard, out: Path, transfer: Transfer, progress: Progress
             progress(shard.nbytes)
         else:
             digest = stream(shard, partial, transfer.hashed, progress)
+            if digest:
+                files.write(out, digest_name(shard.name), dump(digest))
         partial.replace(out / shard.name)
     return digest
 

@@ -135,7 +135,7 @@ def _verified(run: _Run, written: Written | None) -> Verification:
 
     Texts are where the command has them, which may not be where the record does.
     """
-    fresh = [n for n, digest in written.digests.items() if digest] if written else ()
+    fresh = written.fresh if written else ()
     demands = Demands(
         trust_remote_code=run.request.trust_remote_code,
         allow_nonfinite=run.request.allow_nonfinite,

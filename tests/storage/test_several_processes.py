@@ -197,8 +197,8 @@ def test_each_writes_a_share(room: Path, tmp_path: Path) -> None:
     name = plan.shards[4].name
     (out / name).unlink()
     again = in_threads(3, lambda group: write(plan, out, source=source, group=group))
-    assert list(again[0].digests) == [name] and again[0].resumed == len(plan.shards) - 1
-    assert again[0].digests[name] == found[0].digests[name]
+    assert again[0].fresh == (name,) and again[0].resumed == len(plan.shards) - 1
+    assert again[0].digests == found[0].digests
 
 
 def test_a_folder_that_is_not_shared(
