@@ -76,7 +76,8 @@ def _shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
         raise SurgeryError(
             f"model_type {kind!r} is not supported: transformers {transformers.__version__} does "
             "not know it",
-            (f"nearest: {', '.join(near)}; " if near else "") + "upgrade transformers if it is new",
+            (f"nearest: {', '.join(near)}; " if near else "")
+            + "`surgery families` lists what is; upgrade transformers if it is new",
         )
     with _quiet(), _refusing(config):
         whole = transformers.CONFIG_MAPPING[kind].from_dict(_plain(config)).to_dict()
@@ -348,10 +349,10 @@ def _mixture(layer: Any) -> tuple[str, str, str] | None:
     if not experts:
         return None
     for name, module in layer.named_modules():
-        weight = getattr(module, "weight", None)
+        weight: Any = getattr(module, "weight", None)
         inside = name.startswith(f"{experts}.")
         matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2
-        if matrix and len(weight) == EXPERTS and not inside:
+        if matrix and weight.shape[0] == EXPERTS and not inside:
             a, b = experts.split("."), name.split(".")
             common = [x for x, y in zip(a, b, strict=False) if x == y]
             return experts, name, ".".join(common)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surgery.blocks import block_config
-from surgery.blocks.custom_code import NEEDS_TRUST, with_blocks
+from surgery.blocks.custom_code import NEEDS_TRUST, with_blocks, with_gathered_mlps
 from surgery.blocks.preconditions import (
     bypass_rank,
     chosen_layers,
@@ -221,7 +221,7 @@ def relufy(
     )
     job = _check(checkpoint, options)
     work = _work(job) if job.needs_data else None
-    tensors = dict(checkpoint.tensors)
+    tensors = dict(job.blocks.checkpoint.tensors)
     for index in job.layers:
         tensors |= _converted(job, index, work)
     step = Step(
@@ -233,6 +233,7 @@ def relufy(
         advice=_advice(job),
         work=work,
     )
+    checkpoint = job.blocks.checkpoint
     changes = _native_changes(job) if job.native else with_blocks(checkpoint, [job.entry])
     return checkpoint.replace(step=step, tensors=tensors, **changes)
 
@@ -271,6 +272,8 @@ def _check(checkpoint: Checkpoint, options: Options) -> _Job:
     biased = bool(family.bias_key) and not blocks.mlp(chosen[0]).biased
     shifts = stock and swap.rule == "shifted" and biased
     native = shifts or (stock and swap.how.plain and bool(family.activation_key))
+    if family.loose and not native:  # a block needs a module whose place it can take
+        return _check(with_gathered_mlps(checkpoint), options)
     job = _Job(
         blocks=blocks,
         options=options,
