@@ -1,7 +1,7 @@
 """Which of the model types of transformers surgery can operate on: a tiny model of each of them,
 and every operation on it.
 
-    python benchmarks/coverage.py --write docs/results/coverage.json      # all: about 20 minutes
+    python benchmarks/coverage.py --write surgery/families/measured.json      # all: ten minutes
     python benchmarks/coverage.py --kind causal llama olmo3 lfm2          # some
 
 A cell is "ok", or the reason. `ok` means more than that nothing was raised:
@@ -31,6 +31,7 @@ from transformers.models.auto import modeling_auto
 import surgery
 from surgery.errors import SurgeryError
 from surgery.families import locate
+from surgery.families.coverage import OPERATIONS, works
 from surgery.families.discovery import stacks_of
 from surgery.families.probe import randomise
 from surgery.families.shrink import VOCAB, shrink
@@ -42,7 +43,6 @@ KINDS = {
         transformers.AutoModelForImageTextToText,
     ),
 }
-OPERATIONS = ("inspect", "analyze", "relufy", "upcycle", "carve", "memory", "splinify")
 # What the default config of a class lacks, and every checkpoint of it has.
 LACKING: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
@@ -53,9 +53,21 @@ LACKING: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
     "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
-    "xlnet": {},
-    "dots1": {"n_routed_experts": 6, "n_shared_experts": 1},
-}
+    "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dory": {
+        "num_hidden_layers": 6,
+        "n_input_layers": 2,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 2,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+    },
+    "gemma4_assistant": {},
+    "dots3_note_text": {"swa_head_dim": 12},
+}  # fmt: skip
 DECODERS = ("bert", "roberta", "electra", "ernie", "camembert", "data2vec-text", "big_bird",
             "megatron-bert", "rembert", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
             "roberta-prelayernorm", "bert-generation", "xmod")  # fmt: skip
@@ -196,7 +208,7 @@ def _require_zeros(s: Subject, model: Any, output: Any) -> None:
     hooks = [
         m.register_forward_hook(lambda m, i, o: shares.append(float((i[0] == 0).float().mean())))
         for n, m in layers.named_modules()
-        if n.partition(".")[2] in paths
+        if n.partition(".")[2] in paths and not isinstance(m, torch.nn.Identity)
     ]
     s.run(model)
     for hook in hooks:
@@ -258,11 +270,6 @@ def _reason(e: Exception) -> str:
     return line if isinstance(e, SurgeryError) else f"{type(e).__name__}: {line}"
 
 
-def works(cell: str) -> bool:
-    """Return whether a cell says that the operation works: no reason has one word alone."""
-    return " " not in cell
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("types", nargs="*")
@@ -286,7 +293,8 @@ def main() -> None:
             print(f"{kind} {model_type} ({time.time() - start:.1f} s)", *(
                 f"    {n}: {c}" for n, c in row.items()), sep="\n", flush=True)  # fmt: skip
             if options.write:
-                options.write.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+                whole = {"transformers": transformers.__version__, **found}
+                options.write.write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n")
     for kind, rows in found.items():
         for name in options.operation or OPERATIONS:
             good = sum(works(row.get(name, "not built")) for row in rows.values())

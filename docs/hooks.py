@@ -69,20 +69,35 @@ def _run(*arguments: str) -> str:
     return done.stdout
 
 
-def _families(families: list[dict[str, Any]]) -> str:
-    """Return the table of `surgery families --json`."""
-    rows = [
-        "| model_type | MLP | activation | `upcycle` to | `relufy` "
-        "| `carve`, `memory`, `splinify` |",
-        "|---|---|---|---|---|---|",
+def _families(found: dict[str, Any]) -> str:
+    """The counts and the table of `surgery families --json`, with a footnote for each reason."""
+    types, counts = found["types"], found["counts"]
+    operations = list(next(iter(counts.values())))
+    sizes = {kind: sum(t["kind"] == words for t in types) for kind, words in _KINDS.items()}
+    head = [f"| | {' | '.join(operations)} |", "|---" * (len(operations) + 1) + "|"]
+    shown = [
+        f"| {_KINDS[kind]}, of {sizes[kind]} | {' | '.join(str(n) for n in row.values())} |"
+        for kind, row in counts.items()
     ]
-    for family in families:
-        targets = ", ".join(family["upcycle"]) or "no"
-        relufy = ", ".join(family["relufy"]) or "no"
-        blocks = "yes" if family["blocks"] else "no"
-        cells = (f"`{family['model_type']}`", family["mlp"], family["activation"], targets)
-        rows.append(f"| {' | '.join((*cells, relufy, blocks))} |")
-    return "\n".join(rows)
+    reasons: dict[str, int] = {}
+    rows = [f"| `model_type` | | {' | '.join(operations)} |", "|---" * (len(operations) + 2) + "|"]
+    for t in types:
+        cells = [_cell(t, operation, reasons) for operation in operations]
+        rows.append(f"| `{t['model_type']}` | {t['kind']} | {' | '.join(cells)} |")
+    notes = [f"{number}. {reason}" for reason, number in reasons.items()]
+    return "\n".join([*head, *shown, "", *rows, "", "Reasons:", "", *notes])
+
+
+_KINDS = {"causal": "text", "image": "image and text"}
+
+
+def _cell(t: dict[str, Any], operation: str, reasons: dict[str, int]) -> str:
+    """What a cell says: how it works, or the number of the reason why it does not."""
+    cell = t[operation]
+    if " " not in cell:
+        return ", ".join(t["native"]) if operation == "upcycle" and t["native"] else str(cell)
+    reason = cell.replace(t["model_type"], "it").replace("|", "\\|")
+    return f"[{reasons.setdefault(reason, len(reasons) + 1)}]"
 
 
 def _recipes(recipes: dict[str, str]) -> str:

@@ -20,6 +20,13 @@ AUTO_MAP = {
     "AutoModel": "modeling_surgery.SurgeryModel",
     "AutoModelForCausalLM": "modeling_surgery.SurgeryForCausalLM",
 }
+# Of a multimodal model, whose language model is operated on inside it.
+WRAPPER_MAP = {
+    **{name: place for name, place in AUTO_MAP.items() if name != "AutoModelForCausalLM"},
+    "AutoModelForImageTextToText": "modeling_surgery.SurgeryForImageTextToText",
+}
+BOTH_MAP = AUTO_MAP | WRAPPER_MAP
+AUTO_MAPS = (AUTO_MAP, WRAPPER_MAP, BOTH_MAP)
 
 
 def base_type(config: Mapping[str, Any]) -> str:
@@ -55,7 +62,7 @@ def shared_modules(config: Mapping[str, Any], index: int | None = None) -> list[
     """
     blocks = config.get("surgery_blocks") or ()
     return [
-        entry["shared"]
+        f"{entry['stack'].rpartition('.')[0]}.{entry['shared']}".removeprefix(".")
         for entry in blocks
         if "shared" in entry and (index is None or index in entry["layers"])
     ]
@@ -71,12 +78,7 @@ def config_changes(
     a multimodal config, one with code of its own, or a layer whose block the new one cannot join.
     """
     base, blocks = base_type(config), list(config.get("surgery_blocks") or ())
-    if config.get("text_config"):
-        raise SurgeryError(
-            f"{base} is multimodal: custom code has no place for its other towers",
-            "give its language model as a checkpoint of its own",
-        )
-    if config.get("auto_map", AUTO_MAP) != AUTO_MAP:
+    if config.get("auto_map", AUTO_MAP) not in AUTO_MAPS:
         raise SurgeryError(
             f"this {base} brings code of its own, which ours would replace", "give a model without"
         )
@@ -86,13 +88,24 @@ def config_changes(
         for old in (b for b in blocks if b["kind"] != "gathered"):
             _require_joinable(old, entry)
         blocks.append(entry)
+    auto_map = _auto_map(config, base)
+    head = "ForImageTextToText" if "AutoModelForImageTextToText" in auto_map else "ForCausalLM"
     changes = {
         "model_type": OPERATED + base,
-        "architectures": ["SurgeryForCausalLM"],
-        "auto_map": dict(AUTO_MAP),
+        "architectures": [f"Surgery{head}"],
+        "auto_map": dict(auto_map),
         "surgery_blocks": blocks,
     }
     return changes | _tokenizer(config, base)
+
+
+def _auto_map(config: Mapping[str, Any], base: str) -> Mapping[str, str]:
+    """Return the classes that load the model: those that load its source."""
+    if not config.get("text_config"):
+        return AUTO_MAP
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return BOTH_MAP if base in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else WRAPPER_MAP
 
 
 def _require_joinable(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
@@ -172,10 +185,19 @@ def entry(family: Family, kind: str, layers: Iterable[int], **spec: Any) -> dict
         "fused": family.fused_gate_up,
         "transposed": family.transposed,
         **spec,
-        **(
-            {} if family.act_module or spec.get("activation") else {"activation": family.activation}
-        ),
+        **_activation(family, spec),
     }
+
+
+def _activation(family: Family, spec: Mapping[str, Any]) -> dict[str, str]:
+    """Return how a block names the activation, where its own words do not say it rightly.
+
+    "" stands for the module that the MLP has.
+    """
+    stated = spec.get("activation")
+    if family.own_activation and stated == family.activation:
+        return {"activation": ""}
+    return {} if stated or family.act_module else {"activation": family.activation}
 
 
 def gathered_entry(family: Family, layers: Iterable[int]) -> dict[str, Any]:

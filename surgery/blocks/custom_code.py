@@ -14,11 +14,12 @@ from importlib import resources
 from typing import Any
 
 from surgery.blocks import block_config
-from surgery.blocks.block_config import AUTO_MAP
+from surgery.blocks.block_config import AUTO_MAPS
 from surgery.blocks.preconditions import require_plain
 from surgery.checkpoint import Checkpoint, GeneratedFile
 from surgery.checkpoint.config import BLOCKS
 from surgery.families import locate
+from surgery.families.family import flat
 
 NEEDS_TRUST = (
     "loads with trust_remote_code=True: its code is saved with the checkpoint; "
@@ -84,7 +85,7 @@ def runs_only_ours(configs: Iterable[Mapping[str, Any]], code: Mapping[str, byte
     (config.json, tokenizer_config.json, …): it could name one of another repository.
     """
     maps = [c["auto_map"] for c in configs if c.get("auto_map")]
-    return all(m == AUTO_MAP for m in maps) and all(
+    return all(m in AUTO_MAPS for m in maps) and all(
         is_ours(name, data) for name, data in code.items()
     )
 
@@ -114,7 +115,7 @@ def with_gathered_mlps(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     entry = block_config.gathered_entry(blocks.family, blocks.dense)
     names = {
-        f"{blocks.layer(i)}{part}.{kind}": f"{blocks.layer(i)}{entry['mlp']}.{part}.{kind}"
+        f"{blocks.layer(i)}{part}.{kind}": f"{blocks.layer(i)}{entry['mlp']}.{flat(part)}.{kind}"
         for i in blocks.dense
         for part in entry["parts"]
         for kind in ("weight", "bias")

@@ -1,5 +1,5 @@
-"""A causal language model of transformers, some of whose layers were converted by surgery
-(pip install model-surgery).
+"""A language model of transformers, alone or in a multimodal model, some of whose layers were
+converted by surgery (pip install model-surgery).
 
 BASE is the model_type of the source. `surgery_blocks` of config.json is a list of entries like
 
@@ -19,7 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+)
 
 from .sparse_kernel import live_mlp as live_mlp
 from .sparse_mlp import SparseMLP
@@ -29,7 +33,8 @@ BLOCKS: dict[str, Any] = {"sparse": SparseMLP}
 
 _Config: Any = CONFIG_MAPPING[BASE]
 _Model: Any = MODEL_MAPPING[_Config]
-_CausalLM: Any = MODEL_FOR_CAUSAL_LM_MAPPING[_Config]
+_CausalLM: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(_Config, _Model)
+_Wrapper: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(_Config, _CausalLM)
 
 
 class SurgeryConfig(_Config):
@@ -58,7 +63,8 @@ class _Operated:
         body: Any = self.base_model  # type: ignore[attr-defined]
         for entry in config.surgery_blocks:
             layers = [body.get_submodule(entry["stack"])[index] for index in entry["layers"]]
-            _share(body, entry, [_operate(layer, entry, config) for layer in layers])
+            place = body.get_submodule(entry["stack"].rpartition(".")[0])
+            _share(place, entry, [_operate(layer, entry, config) for layer in layers])
         # Models inside this one, as OPT's decoder is, would begin their layers by their own rule.
         for inner in self.modules():  # type: ignore[attr-defined]
             if inner is not self and hasattr(inner, "_init_weights"):
@@ -93,6 +99,12 @@ class SurgeryForCausalLM(_Operated, _CausalLM):
     config_class = SurgeryConfig
 
 
+class SurgeryForImageTextToText(_Operated, _Wrapper):
+    """The same where BASE is multimodal: the blocks are in its language model."""
+
+    config_class = SurgeryConfig
+
+
 def _operate(layer: nn.Module, entry: dict[str, Any], config: Any) -> nn.Module:
     """Put a block in its place, and return it."""
     base = layer if "parts" in entry else layer.get_submodule(entry["mlp"])
@@ -104,16 +116,16 @@ def _operate(layer: nn.Module, entry: dict[str, Any], config: Any) -> nn.Module:
     return block
 
 
-def _share(body: nn.Module, entry: dict[str, Any], blocks: list[nn.Module]) -> None:
-    """Give the body what all blocks of an entry read, under the name `shared`.
+def _share(place: nn.Module, entry: dict[str, Any], blocks: list[nn.Module]) -> None:
+    """Give the module with the list of layers what all blocks of an entry read, as `shared`.
 
     In the blocks themselves it would be saved once for each.
     """
     readers: list[Any] = [m for block in blocks for m in block.modules() if hasattr(m, "read_from")]
     if readers:
-        body.add_module(entry["shared"], readers[0].make_shared())
+        place.add_module(entry["shared"], readers[0].make_shared())
     for reader in readers:
-        reader.read_from(body.get_submodule(entry["shared"]))
+        reader.read_from(place.get_submodule(entry["shared"]))
 
 
 def _rename_as_base() -> None:
@@ -128,9 +140,8 @@ def _rename_as_base() -> None:
         )
     except ImportError:  # transformers 4
         return
-    mapping = get_checkpoint_conversion_mapping(
-        _CausalLM.__name__
-    ) or get_checkpoint_conversion_mapping(BASE)
+    names = ((_CausalLM if _CausalLM is not _Model else _Wrapper).__name__, BASE)
+    mapping = next(filter(None, map(get_checkpoint_conversion_mapping, names)), None)
     if mapping:
         register_checkpoint_conversion_mapping(SurgeryConfig.model_type, mapping, overwrite=True)
 

@@ -44,10 +44,9 @@ def require_whole(blocks: Blocks) -> None:
     layers have or that its MLP needs. The headers tell, before anything is written.
     """
     names = blocks.checkpoint.tensors
-    if not any(n.endswith(EMBEDDINGS) for n in names):
-        raise SurgeryError(
-            f"the checkpoint has no embedding ({', '.join(EMBEDDINGS)})", _INCOMPLETE
-        )
+    tables = (blocks.family.embedding,) if blocks.family.embedding else EMBEDDINGS
+    if not any(n.endswith(tables) for n in names):
+        raise SurgeryError(f"the checkpoint has no embedding ({', '.join(tables)})", _INCOMPLETE)
     if blocks.family.is_moe:
         return  # its layers differ by design
     if blocks.family.uneven:

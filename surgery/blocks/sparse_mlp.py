@@ -101,9 +101,14 @@ class NeuronsMLP(nn.Module):
     def __init__(self, base: nn.Module, entry: dict[str, Any], neurons: int = 0) -> None:
         super().__init__()
         for name, child in base.named_children():
-            if isinstance(child, nn.Dropout) or any(True for _ in child.parameters()):
+            weights = any(True for _ in child.parameters())
+            if isinstance(child, nn.Dropout) or weights:
                 self.add_module(name, child)
-            elif not entry["activation"]:
+            if entry["activation"] or isinstance(child, nn.Dropout | nn.Linear | Conv1D):
+                continue
+            if weights:  # it keeps its name, under which its weights are stored
+                self.__dict__["act"] = child
+            else:
                 self.act = child  # its name differs from class to class
         if entry["activation"]:
             self.act = ACT2FN[entry["activation"]]

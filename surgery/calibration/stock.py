@@ -95,13 +95,13 @@ def meta_model(
 
     with _folder(checkpoint) as folder, init_empty_weights(include_buffers=False), _quiet():
         config = _parse(checkpoint, folder)
-        _require_causal(config)
+        auto = _auto_class(config)
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
             config._attn_implementation = "eager"
         options = {"dtype": dtype, "trust_remote_code": runs_custom_code(checkpoint)}
         try:
             with arithmetic(dtype):
-                model = transformers.AutoModelForCausalLM.from_config(config, **options)
+                model = auto.from_config(config, **options)
         except Exception as e:  # what it raises for a wrong value depends on the class
             raise SurgeryError(
                 f"transformers {transformers.__version__} cannot build the model of config.json: "
@@ -228,15 +228,22 @@ def _remedy(checkpoint: Checkpoint) -> str:
     return f"upgrade transformers: this one does not know the model_type {kind!r}"
 
 
-def _require_causal(config: Any) -> None:
-    """Raise SurgeryError for a model that transformers knows, but not as a language model."""
-    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if config.model_type in transformers.CONFIG_MAPPING and type(config) not in known:
-        raise SurgeryError(
-            f"{config.model_type} is no language model to transformers: it has no class for "
-            "causal text of that model_type",
-            "give a text-only model; `surgery families` lists what is supported",
-        )
+def _auto_class(config: Any) -> Any:
+    """Return the class of transformers that builds a language model, alone or in a wrapper.
+
+    Raises SurgeryError for a model that transformers knows, but not as a language model.
+    """
+    autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    if found := [a for a in autos if type(config) in a._model_mapping]:
+        return found[0]
+    if config.model_type not in transformers.CONFIG_MAPPING:  # code of its own
+        wraps = "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {})
+        return autos[wraps and hasattr(config, "text_config")]
+    raise SurgeryError(
+        f"{config.model_type} is no language model to transformers: it has no class for "
+        "causal text of that model_type",
+        "give a text-only model; `surgery families` lists what is supported",
+    )
 
 
 def runs_custom_code(checkpoint: Checkpoint) -> bool:
@@ -299,19 +306,23 @@ def _plain_name(model: Any, name: str, expected: Mapping[str, Any]) -> str:
 
 
 def _tie(model: Any) -> None:
-    """Tie head and embeddings as stock loading does, to whichever the checkpoint has."""
+    """Tie parameters as stock loading does, to whichever of the two the checkpoint has."""
+    for one, other in _tied_pairs(model):
+        a, b = model.get_parameter(one), model.get_parameter(other)
+        for name, p, source in ((one, a, b), (other, b, a)):
+            if p.is_meta and not source.is_meta:
+                place, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(place), leaf, source)
+
+
+def _tied_pairs(model: Any) -> list[tuple[str, str]]:
+    """Return the names of parameters that are one and the same, as the head and the embeddings."""
+    if (known := getattr(model, "all_tied_weights_keys", None)) is not None:
+        return list(known.items())
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if not _ties(model):
-        return
-    if head.weight.is_meta:
-        head.weight = embeddings.weight
-    elif embeddings.weight.is_meta:
-        embeddings.weight = head.weight
-
-
-def _ties(model: Any) -> bool:
-    tied = model.config.get_text_config().tie_word_embeddings
-    return model.get_output_embeddings() is not None and bool(tied)
+    if head is None or not model.config.get_text_config().tie_word_embeddings:
+        return []
+    return [(f"{module_name(model, head)}.weight", f"{module_name(model, embeddings)}.weight")]
 
 
 def _trim() -> None:
@@ -392,12 +403,13 @@ def _mismatches(info: Any) -> list[str]:
 
 
 def _tied(model: Any, missing: set[str]) -> set[str]:
-    """Return the missing one of head and embeddings, if they are tied and the other is there."""
-    if not _ties(model):
-        return set()
-    ends = (model.get_output_embeddings(), model.get_input_embeddings())
-    pair = {f"{module_name(model, module)}.weight" for module in ends}
-    return set() if pair <= missing else pair
+    """Return those of the missing that are tied to one that is there."""
+    return {
+        name
+        for pair in _tied_pairs(model)
+        for name in pair
+        if name in missing and not set(pair) <= missing
+    }
 
 
 def module_name(model: nn.Module, module: nn.Module) -> str:

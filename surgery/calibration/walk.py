@@ -181,7 +181,8 @@ class Walk:
         """
         found = []
         for name in block_config.shared_modules(self.checkpoint.config, index):
-            stored = [n for n in self.checkpoint.tensors if f".{name}." in f".{n}"]
+            leaf = name.rpartition(".")[2]
+            stored = [n for n in self.checkpoint.tensors if f".{leaf}." in f".{n}"]
             found.append((stored, self.model.base_model.get_submodule(name)))
         return found
 

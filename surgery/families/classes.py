@@ -1,20 +1,18 @@
 """Model classes that are no language models: how each is recognised, and what to do instead.
 
 A config's `architectures` names the class that was saved. A classifier has the MLPs of its family,
-but no head whose logits could be compared; a multimodal model has towers beside its text model.
+but no head whose logits could be compared.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from surgery.checkpoint import Checkpoint
 from surgery.checkpoint.edit import HEADS
 from surgery.errors import SurgeryError
-from surgery.families.family import OPERATED
 
 _OWN_HEAD = "operate on the language model that it was trained from, then train this head again"
 
@@ -43,25 +41,12 @@ _HEADS = (
 )
 
 
-def require_language_model(checkpoint: Checkpoint, known: Mapping[str, Any]) -> None:
-    """Raise SurgeryError for a class that is no language model, or wraps one in a form not known.
-
-    Args:
-        checkpoint: the checkpoint.
-        known: the families by `model_type`.
-    """
+def require_language_model(checkpoint: Checkpoint) -> None:
+    """Raise SurgeryError for a class that is no language model."""
     name = _class(checkpoint)
     for head in _HEADS:
         if re.search(head.names, name):
             raise SurgeryError(f"{name} is {head.what}: it has no language-model head", _OWN_HEAD)
-    outer = str(checkpoint.config.get("model_type")).removeprefix(OPERATED)
-    inner = (checkpoint.config.get("text_config") or {}).get("model_type")
-    if inner in known and outer not in known:
-        raise SurgeryError(
-            f"{outer} is multimodal: {name or 'its class'} wraps a {inner} beside other towers, "
-            "and this form of it is not known",
-            f"give a text-only {inner}; of multimodal models, gemma3 and llama4 are known",
-        )
 
 
 def without_head(checkpoint: Checkpoint, missing: Sequence[str]) -> SurgeryError | None:

@@ -115,7 +115,7 @@ DENSE: dict[str, Family] = {
         Family(model_type="qwen3", defaults=_QWEN | {"head_dim": 128, "attention_bias": False}),
         Family(model_type="gemma", activation="gelu_pytorch_tanh", defaults=_GEMMA),
         Family(model_type="gemma2", **_GEMMA_2),
-        Family(model_type="gemma3", **_GEMMA_2),
+        Family(model_type="gemma3", layers="language_model.layers", **_GEMMA_2),
         Family(model_type="gemma3_text", **_GEMMA_2),
         Family(
             model_type="phi3",

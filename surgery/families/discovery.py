@@ -19,11 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from surgery.checkpoint.edit import EMBEDDINGS
 from surgery.errors import SurgeryError
 from surgery.families.family import Family
+from surgery.families.roles import OTHER_TOWERS
 from surgery.families.shrink import EXPERTS, VOCAB, shrink
 
-_OTHER = re.compile(r"(^|[._])(vision|visual|audio|image|encoder_attn|mtp|talker|code2wav)", re.I)
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k",
           "top_k_experts")  # fmt: skip
 _COUNT = re.compile(r"(num_|num_local_|n_routed_|moe_num_)experts")
@@ -75,12 +76,22 @@ def _shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
         raise SurgeryError(
             f"model_type {kind!r} is not supported: transformers {transformers.__version__} does "
             "not know it",
-            (f"nearest: {', '.join(near)}; " if near else "") + "upgrade transformers if it is new",
+            (f"nearest: {', '.join(near)}; " if near else "")
+            + "`surgery families` lists what is; upgrade transformers if it is new",
         )
-    with _quiet():
-        whole = transformers.CONFIG_MAPPING[kind].from_dict(dict(config)).to_dict()
+    with _quiet(), _refusing(config):
+        whole = transformers.CONFIG_MAPPING[kind].from_dict(_plain(config)).to_dict()
     whole.pop("quantization_config", None)
     return shrink(whole)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a config.json, floats that JSON lacks tagged as transformers 5 does."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _run(small: Mapping[str, Any]) -> _Small:
@@ -124,7 +135,7 @@ def stacks_of(model: Any) -> Iterator[tuple[str, Any]]:
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{other}.") for other in found)
-        if inside or _OTHER.search(name) or not isinstance(module, nn.ModuleList):
+        if inside or OTHER_TOWERS.search(name) or not isinstance(module, nn.ModuleList):
             continue
         if len(module):
             found.append(name)
@@ -196,24 +207,33 @@ def _facts(ran: _Small, stack: str) -> dict[str, Any]:
     mixtures = [m for layer in layers if (m := _mixture(layer))]
     shared, dense = _sorted_out(proofs, layers)
     first = Counter(dense or shared).most_common(1)
-    disk = _on_disk(ran.model, stack)
+    place, disk = _on_disk(ran.model, stack)
     kind = ran.model.config
     facts: dict[str, Any] = {
-        "model_type": str(ran.text.get("model_type") or kind.model_type),
+        "model_type": str(kind.model_type),
         "layers": _below_body(ran.model, stack),
+        "layers_on_disk": place,
+        "embedding": _embedding(ran.model),
         "uneven": len({frozenset(n for n, _ in m.named_parameters()) for m in layers}) > 1,
         "discovered": True,
     }
     if mixtures:
         facts |= _mixture_facts(mixtures[-1], shared, disk)
     if not first:
-        return facts | {"activation": _expert_activation(ran)}
+        return facts | {"activation": _expert_activation(ran, stack) or "unknown"}
     proof = first[0][0]
     if len({p for p in (*dense, *shared) if p.activation != proof.activation}):
         raise SurgeryError(f"the MLPs of {kind.model_type} have several activations", _WHOLE)
-    if len({id(m.get_submodule(proof.down)) for m in layers if _has(m, proof.down)}) < len(dense):
+    downs = [id(m.get_submodule(proof.down).weight) for m in layers if _has(m, proof.down)]
+    if len(set(downs)) < len(downs):
         raise SurgeryError(f"layers of {kind.model_type} share one MLP", _WHOLE)
-    for index, found in enumerate(proofs):
+    for index, (layer, found) in enumerate(zip(layers, proofs, strict=True)):
+        if _has(layer, proof.down) and proof.down not in [p.down for p in found]:
+            raise SurgeryError(
+                f"the MLP of layer {index} of {kind.model_type} computes something else than "
+                f"{_formula(proof)}, which is proved of other layers",
+                _WHOLE,
+            )
         if len([p for p in found if p in dense]) > 1:
             raise SurgeryError(
                 f"layer {index} of {kind.model_type} has {len(found)} MLPs",
@@ -221,6 +241,14 @@ def _facts(ran: _Small, stack: str) -> dict[str, Any]:
             )
     facts |= _mlp_facts(ran, stack, proof, shared=not dense, moe=bool(mixtures), disk=disk)
     return facts
+
+
+def _embedding(model: Any) -> str:
+    """Return the end of the name of the embedding's tensor, "" where it is a usual one."""
+    table = model.get_input_embeddings()
+    name = next((n for n, m in model.named_modules() if m is table), "")
+    found = f"{name.rpartition('.')[2]}.weight"
+    return "" if not name or found.endswith(EMBEDDINGS) else found
 
 
 def _has(module: Any, path: str) -> bool:
@@ -231,6 +259,11 @@ def _below_body(model: Any, stack: str) -> str:
     """Return the name of the list of layers in the body of the model."""
     body = next(name for name, module in model.named_modules() if module is model.base_model)
     return stack.removeprefix(f"{body}.") if body else stack
+
+
+def _formula(proof: Any) -> str:
+    x = f"{proof.activation}({proof.gate or proof.up} x)"
+    return f"{proof.down} · {x} ⊙ {proof.up} x" if proof.gate else f"{proof.down} · {x}"
 
 
 _WHOLE = "`surgery inspect` weighs it all the same"
@@ -250,16 +283,18 @@ def _sorted_out(proofs: Sequence[Sequence[Any]], layers: Any) -> tuple[list[Any]
 def _mlp_facts(
     ran: _Small, stack: str, proof: Any, *, shared: bool, moe: bool, disk: Mapping[str, str]
 ) -> dict[str, Any]:
-    up, down = disk.get(proof.up, proof.up), disk.get(proof.down, proof.down)
-    gate = proof.gate and disk.get(proof.gate, proof.gate)
+    gate, up, down = proof.gate, proof.up, proof.down
+    renamed = {p: disk[p] for p in (gate, up, down) if p and disk.get(p, p) != p}
     facts: dict[str, Any] = {
+        "on_disk": renamed,
         "gate": gate,
         "up": up,
         "down": down,
         "fused_gate_up": proof.fused,
         "transposed": proof.transposed,
         "activation": proof.activation,
-        "act_module": proof.act is not None,
+        "act_module": bool(proof.act and proof.act.startswith(f"{proof.home}.")),
+        "own_activation": proof.own,
     }
     if proof.up_first:
         raise SurgeryError(f"{proof.up} holds up before gate, which is not written yet", _WHOLE)
@@ -272,8 +307,9 @@ def _mlp_facts(
     alone = bool(proof.home) and not proof.extra
     if not alone and not moe:
         facts |= {"extra": proof.extra or "its matrices stand in the layer itself"}
-        if not proof.home and proof.act and "." not in f"{proof.up}{proof.act}{proof.down}":
-            facts |= {"loose": (proof.up, proof.act, proof.down), "extra": ""}
+        if proof.gate is None and proof.act:
+            loose = (proof.up, proof.act, proof.down)
+            facts |= {"mlp": "", "loose": loose, "extra": "", "act_module": True}
     return facts | _norms(ran, stack, proof)
 
 
@@ -305,20 +341,18 @@ def _mixture(layer: Any) -> tuple[str, str, str] | None:
     experts = ""
     for name, module in layer.named_modules():
         many = isinstance(module, nn.ModuleList) and len(module) == EXPERTS
-        fused = any(
-            p.ndim == 3 and len(p) == EXPERTS for p in module._parameters.values() if p is not None
-        )
+        own = module.parameters(recurse=False)
+        fused = any(p.ndim == 3 and len(p) == EXPERTS for p in own)
         if name and (many or fused):
             experts = name
             break
     if not experts:
         return None
     for name, module in layer.named_modules():
-        weight = getattr(module, "weight", None)
+        weight: Any = getattr(module, "weight", None)
         inside = name.startswith(f"{experts}.")
-        if inside or not isinstance(weight, torch.Tensor):
-            continue
-        if weight.ndim == 2 and len(weight) == EXPERTS:
+        matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2
+        if matrix and weight.shape[0] == EXPERTS and not inside:
             a, b = experts.split("."), name.split(".")
             common = [x for x, y in zip(a, b, strict=False) if x == y]
             return experts, name, ".".join(common)
@@ -340,35 +374,44 @@ def _mixture_facts(
     return facts
 
 
-def _expert_activation(ran: _Small) -> str:
-    """Return the activation that the config states for experts that nobody looked into."""
-    from transformers.activations import ACT2FN
+def _expert_activation(ran: _Small, stack: str) -> str | None:
+    """Return the activation that is proved of all routed experts; None where none is."""
+    from surgery.families.probe import prove_experts
 
-    named = [v for k, v in ran.text.items() if isinstance(v, str) and v in ACT2FN and "act" in k]
-    return named[0] if named else "silu"
+    stated = [v for v in ran.text.values() if isinstance(v, str)]
+    found = set()
+    for index, layer in enumerate(ran.model.get_submodule(stack)):
+        if mixture := _mixture(layer):
+            name = f"{stack}.{index}.{mixture[0]}"
+            found.add(prove_experts(layer.get_submodule(mixture[0]), name, ran.trace, stated))
+    return found.pop() if len(found) == 1 else None
 
 
-def _on_disk(model: Any, stack: str) -> dict[str, str]:
-    """Return the paths on disk of the matrices of a layer, by their paths in the model.
+def _on_disk(model: Any, stack: str) -> tuple[str, dict[str, str]]:
+    """Return the name on disk of a list of layers, and the paths of the matrices of a layer.
 
-    Only of those that are stored as they are, under whatever name.
+    The paths are by those in the model, of matrices that are stored as they are under whatever
+    name. The name is "" where it is not renamed.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # transformers 4 stores what it has
-        return {}
+        return "", {}
     state = model.state_dict()
     saved = revert_weight_conversion(model, dict(state))
     by_place = {t.data_ptr(): n for n, t in saved.items()}
-    found: dict[str, str] = {}
+    found, stacks = dict[str, str](), set[str]()
     for name, t in state.items():
-        match = re.match(rf"{re.escape(stack)}\.\d+\.(?P<path>.+)\.weight$", name)
-        stored = by_place.get(t.data_ptr())
-        if match and stored and saved[stored].shape == t.shape:
-            on_disk = re.match(r"(?:.*?\.)??\d+\.(?P<path>.+)\.weight$", stored)
-            if on_disk:
-                found.setdefault(match["path"], on_disk["path"])
-    return found
+        match = re.match(rf"{re.escape(stack)}\.(?P<index>\d+)\.(?P<path>.+)\.weight$", name)
+        stored = by_place.get(t.data_ptr(), "")
+        if match is None or not stored or saved[stored].shape != t.shape:
+            continue
+        place, separator, path = stored.partition(f".{match['index']}.")
+        if separator:
+            found.setdefault(match["path"], path.removesuffix(".weight"))
+            stacks.add(place)
+    renamed = stacks.pop() if len(stacks) == 1 else ""
+    return "" if renamed == stack else renamed, found
 
 
 # --- config keys ----------------------------------------------------------------------------------
@@ -398,7 +441,7 @@ def _keys(small: Mapping[str, Any], ran: _Small, stack: str, activation: str) ->
     keys: dict[str, Any] = {
         "hidden_key": hidden,
         "layers_key": next((k for k in layers if text.get(k) == count), layers[0]),
-        "activation_key": _activation_key(text, activation, proofs, again, first),
+        "activation_key": _activation_key(ran, stack, activation, again),
     }
     if count_key := next((k for k in text if _COUNT.fullmatch(k)), None):
         keys["experts_key"] = count_key
@@ -417,26 +460,31 @@ def _changed(small: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return {**small, **changes}
 
 
-def _activation_key(text: Mapping[str, Any], now: str, proofs: Any, again: Any, first: Any) -> str:
-    """Return the key that changes the activation, "" where none does."""
+def _activation_key(ran: _Small, stack: str, now: str, again: Any) -> str:
+    """Return the key that changes the activation of every MLP and expert, "" where none does."""
     from transformers.activations import ACT2FN
 
     other = "relu" if now != "relu" else "silu"
-    for key, value in text.items():
+    for key, value in ran.text.items():
         if isinstance(value, str) and value in ACT2FN:
-            if not proofs:
-                return key
-            proof = first(again(**{key: other}))
-            if proof is not None and proof.activation == other:
+            changed = again(**{key: other})
+            if changed is not None and _activations(changed, stack) == {other}:
                 return key
     return ""
+
+
+def _activations(ran: _Small, stack: str) -> set[str | None]:
+    """Return the activations of all MLPs and experts; None among them for experts not proved."""
+    found: set[str | None] = {p.activation for proofs in ran.stacks[stack] for p in proofs}
+    routed = any(_mixture(layer) for layer in ran.model.get_submodule(stack))
+    return found | ({_expert_activation(ran, stack)} if routed else set())
 
 
 def _width_key(text: Mapping[str, Any], width: int, again: Any, first: Any) -> str:
     """Return the key that changes the width of the MLP, "" where none does."""
     stated = [k for k, v in text.items() if v == width and type(v) is int]
-    unset = [k for k, v in text.items() if v is None and _WIDTHS.fullmatch(k)]
-    for key in (*sorted(stated, key=lambda k: not _WIDTHS.fullmatch(k)), *unset):
+    unset = [k for k, v in text.items() if v is None]
+    for key in filter(_WIDTHS.fullmatch, (*stated, *unset)):
         proof = first(again(**{key: width + 8}))
         if proof is not None and proof.width == width + 8:
             return key

@@ -21,6 +21,11 @@ def same_as(key: str) -> Callable[[Mapping[str, Any]], Any]:
     return lambda config: config[key]
 
 
+def flat(path: str) -> str:
+    """Return the name that a part of an MLP has in the module that gathers them."""
+    return path.replace(".", "_")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """The facts about one `model_type`.
@@ -37,9 +42,13 @@ class Family:
     bias_key: str | None = None
     # The ModuleList of decoder layers in the body of the model.
     layers: str = "layers"
+    # That list's name on disk, where the loader renames it, and the names on disk of the MLP's
+    # parts.
+    layers_on_disk: str = ""
+    on_disk: Mapping[str, str] = field(default_factory=dict)
     # The MLP's module; "" where its parts are modules of the layer itself.
     mlp: str = "mlp"
-    # Those parts, in the order in which the layer applies them.
+    # Those parts, in the order in which the layer applies them; in any modules of it.
     loose: tuple[str, ...] = ()
     gate: str | None = "mlp.gate_proj"
     up: str = "mlp.up_proj"
@@ -50,6 +59,10 @@ class Family:
     uneven: bool = False
     # Whether the activation is a module of the MLP's; a block must name it otherwise.
     act_module: bool = True
+    # Whether no function of ACT2FN is the activation: a block keeps the module that computes it.
+    own_activation: bool = False
+    # The embedding's tensor, where its name is none of the usual ones.
+    embedding: str = ""
     # What the MLP's module computes besides the MLP, in words; no block can take its place then.
     extra: str = ""
     # Whether the facts were derived from the model class (discovery.py), and stand in no table.
@@ -85,6 +98,10 @@ class Family:
                 out[key] = default(Config(config))
         return out
 
+    def stored(self, path: str) -> str:
+        """Return the path on disk of a part of the MLP."""
+        return self.on_disk.get(path, path)
+
     @property
     def gathered(self) -> Family:
         """Return the family after custom code has gathered the parts of its MLP in one module.
@@ -92,7 +109,7 @@ class Family:
         The module takes the place of the first part (see blocks/gathered_mlp.py).
         """
         place = self.loose[0]
-        up, down = f"{place}.{self.up}", f"{place}.{self.down}"
+        up, down = f"{place}.{flat(self.up)}", f"{place}.{flat(self.down)}"
         return replace(self, mlp=place, up=up, down=down, loose=())
 
     @property

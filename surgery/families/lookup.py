@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from surgery.checkpoint import Checkpoint
@@ -14,6 +14,7 @@ from surgery.families.family import OPERATED, Family
 from surgery.families.mlp import Blocks
 from surgery.families.moe import MOE
 from surgery.families.remembered import discovered
+from surgery.families.roles import OTHER_TOWERS
 
 
 def known() -> Mapping[str, Family]:
@@ -24,21 +25,15 @@ def known() -> Mapping[str, Family]:
 def find(config: Mapping[str, Any]) -> Family:
     """Return the family of a config.json.
 
-    In multimodal models it is that of `text_config` if known. A `model_type` that is in no table is
-    looked up by discovery (discovery.py). Raises SurgeryError where that proves nothing.
+    It is the row of its `model_type`, or what discovery proves of it (discovery.py); in multimodal
+    models the MLPs are those of the language model. Raises SurgeryError where nothing is proved.
     """
-    stated = ((config.get("text_config") or {}).get("model_type"), config.get("model_type"))
-    types = [str(t).removeprefix(OPERATED) for t in stated if t]
-    table = known()
-    for t in types:
-        if t in table:
-            operated = OPERATED + t in stated
-            return table[t].gathered if operated and table[t].loose else table[t]
-    if not types:
+    stated = str(config.get("model_type") or "")
+    if not stated:
         raise SurgeryError("config.json has no model_type", "is this a Hugging Face checkpoint?")
-    found = discovered(_stock(config))
-    operated = str(config.get("model_type")).startswith(OPERATED)
-    return found.gathered if operated and found.loose else found
+    kind = stated.removeprefix(OPERATED)
+    found = known().get(kind) or discovered(_stock(config))
+    return found.gathered if stated != kind and found.loose else found
 
 
 def _stock(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -53,8 +48,8 @@ def locate(checkpoint: Checkpoint) -> Blocks:
     Raises SurgeryError where the tensors do not belong to the config, or to no language model.
     """
     family = find(checkpoint.config)
-    require_language_model(checkpoint, known())
-    found = list(_layer_names(family, checkpoint.tensors))
+    require_language_model(checkpoint)
+    found = _layer_names(family, checkpoint)
     prefixes = {m["prefix"] for m in found}
     stated = checkpoint.text_config.get(family.layers_key)
     count = int(stated or max((int(m["layer"]) + 1 for m in found), default=0))
@@ -81,13 +76,19 @@ def layers_beyond(checkpoint: Checkpoint) -> list[int]:
     return sorted(index for index in found if index >= blocks.count)
 
 
-def _layer_names(family: Family, names: Mapping[str, Any]) -> Iterator[re.Match[str]]:
-    """Yield the names of tensors in the MLPs of decoder layers.
+def _layer_names(family: Family, checkpoint: Checkpoint) -> list[re.Match[str]]:
+    """Return the names of tensors in the MLPs of decoder layers.
 
-    Vision towers are left out; the towers of other modalities use other names.
+    The list of layers has its name in the model, or the one that the loader knows on disk. What
+    wraps a language model has been called differently by several versions: its last name must do.
     """
-    part = re.escape(family.mlp + "." if family.mlp else family.down + ".")
-    pattern = re.compile(rf"(?P<prefix>(?:[\w.]+\.)?{family.layers}\.)(?P<layer>[0-9]+)\.{part}")
-    for name in names:
-        if "vision" not in name and (match := pattern.match(name)):
-            yield match
+    part = re.escape(f"{family.mlp or family.stored(family.down)}.")
+    lists = [family.layers_on_disk, family.layers]
+    if checkpoint.config.get("text_config"):
+        lists.append(family.layers.rpartition(".")[2])
+    for layers in map(re.escape, filter(None, lists)):
+        pattern = re.compile(rf"(?P<prefix>(?:[\w.]+\.)?{layers}\.)(?P<layer>[0-9]+)\.{part}")
+        matches = (pattern.match(n) for n in checkpoint.tensors if not OTHER_TOWERS.search(n))
+        if found := [match for match in matches if match]:
+            return found
+    return []

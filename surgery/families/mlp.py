@@ -93,7 +93,8 @@ class Blocks:
 
     def has_mlp(self, index: int) -> bool:
         """Return whether decoder layer `index` has a dense MLP; in hybrids some have none."""
-        return f"{self.layer(index)}{self.family.down}.weight" in self.checkpoint.tensors
+        down = self.family.stored(self.family.down)
+        return f"{self.layer(index)}{down}.weight" in self.checkpoint.tensors
 
     @property
     def dense(self) -> tuple[int, ...]:
@@ -119,7 +120,7 @@ class Blocks:
     def mlp_names(self, index: int) -> list[str]:
         """Return the names of all tensors of an MLP block, router and experts included."""
         start, f = self.layer(index), self.family
-        parts = (f.mlp + ".",) if f.mlp else (f.up + ".", f.down + ".")
+        parts = (f.mlp + ".",) if f.mlp else (f.stored(f.up) + ".", f.stored(f.down) + ".")
         return [n for n in self.names(index) if n[len(start) :].startswith(parts)]
 
     def mlp(self, index: int) -> Mlp:
@@ -131,7 +132,7 @@ class Blocks:
         used: list[str] = []
 
         def take(path: str, kind: str) -> LazyTensor | None:
-            name = f"{start}{path}.{kind}"
+            name = f"{start}{f.stored(path)}.{kind}"
             if name not in tensors:
                 return None
             used.append(name)
@@ -140,7 +141,7 @@ class Blocks:
         def need(path: str) -> LazyTensor:
             if (t := take(path, "weight")) is None:
                 raise SurgeryError(
-                    f"layer {index} has no tensor {start}{path}.weight, "
+                    f"layer {index} has no tensor {start}{f.stored(path)}.weight, "
                     f"which a {f.model_type} needs",
                     "the checkpoint is incomplete: download it again",
                 )
@@ -176,9 +177,10 @@ class Blocks:
                 weight = concatenate([mlp.gate, weight])
                 bias = concatenate([mlp.gate_bias, bias]) if mlp.gate_bias and bias else None
             stored = weight.transpose() if f.transposed else weight
-            out[f"{self.layer(index)}{path}.weight"] = stored
+            start = f"{self.layer(index)}{f.stored(path)}"
+            out[f"{start}.weight"] = stored
             if bias is not None:
-                out[f"{self.layer(index)}{path}.bias"] = bias
+                out[f"{start}.bias"] = bias
         return out
 
 

@@ -36,6 +36,10 @@ COMMON = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "qui
           "sigmoid", "gelu_fast")  # fmt: skip
 
 
+# Two matrices with nothing between them are a map of low rank, and no MLP.
+BENDING = {n for n in ACT2FN if n != "linear"}
+
+
 @dataclass(slots=True)
 class Call:
     """What one call of a module was given and gave back."""
@@ -57,10 +61,11 @@ class Proof:
 
     Args:
         gate: None where there is none; the same as `up` where both are one matrix.
-        activation: a name of ACT2FN.
+        activation: a name of ACT2FN, or of the class of `act`.
         up_first: whether a fused matrix holds the rows of up before those of gate.
         home: the module that computes the MLP and nothing else; "" where no module does.
         act: the module of the activation, if it has one.
+        own: whether the activation is that module's own function, and none of ACT2FN.
         extra: what the smallest module around the MLP computes besides, in words; "" if nothing.
     """
 
@@ -73,6 +78,7 @@ class Proof:
     transposed: bool = False
     home: str = ""
     act: str | None = None
+    own: bool = False
     extra: str = ""
     width: int = 0
 
@@ -158,9 +164,58 @@ def prove(layer: nn.Module, name: str, found: Trace, stated: Sequence[str]) -> I
             continue
         others = [p for p, m in matrices.items() if p != down and _sizes(m)[0] == hidden]
         for parts in _parts(others, matrices, wide):
-            if (act := _formula(parts, down, name, found, stated)) is not None:
+            if (act := _formula(parts, down, layer, name, found, stated)) is not None:
                 yield _proof(layer, name, parts, down, act, found)
                 break
+
+
+def prove_experts(experts: nn.Module, name: str, found: Trace, stated: Sequence[str]) -> str | None:
+    """Return the activation of routed experts, proved on the tokens that they were given.
+
+    They are fused, gate_up_proj [E, 2F, H] or [E, H, 2F] and down_proj, or a list of modules, whose
+    own MLPs are proved instead. None where no formula reproduces their output.
+    """
+    if isinstance(experts, nn.ModuleList):
+        proofs = [list(prove(m, f"{name}.{i}", found, stated)) for i, m in enumerate(experts)]
+        acts = {p.activation for each in proofs for p in each}
+        return acts.pop() if len(acts) == 1 else None
+    call = found.calls.get(name)
+    given = (
+        [t for t in (*call.args, *call.kwargs.values()) if isinstance(t, Tensor)] if call else []
+    )
+    chosen = next((t for t in given if not t.is_floating_point()), None)
+    floats = [t for t in given if t.is_floating_point()]
+    if call is None or chosen is None or len(floats) < 2:
+        return None
+    names = dict.fromkeys([*stated, *COMMON, *ACT2FN])
+    for act in (_Act(n) for n in names if n in BENDING):
+        for interleaved in (False, True):
+            y = _experts(experts, floats[0], chosen, floats[1], act, interleaved)
+            if same(call.output, y):
+                return act.name
+    return None
+
+
+@torch.no_grad()
+def _experts(
+    experts: Any, x: Tensor, chosen: Tensor, weights: Tensor, act: _Act, interleaved: bool
+) -> Tensor | None:
+    """Return what fused experts give for rows [n, H], `chosen` and `weights` [n, k]."""
+    if not (hasattr(experts, "gate_up_proj") and hasattr(experts, "down_proj")):
+        return None
+    rows, out = x.flatten(0, -2), torch.zeros_like(x.flatten(0, -2))
+    if chosen.shape != weights.shape:
+        return None
+    for e in chosen.unique().tolist():
+        gate_up, down = experts.gate_up_proj[e], experts.down_proj[e]
+        both = rows @ (gate_up if gate_up.shape[0] == rows.shape[1] else gate_up.T)
+        first, second = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, dim=-1)
+        h = act.product(first, second)
+        if h is None:
+            return None
+        y = h @ (down if down.shape[0] == h.shape[1] else down.T)
+        out += y * (weights * (chosen == e)).sum(-1, keepdim=True)
+    return out
 
 
 def _sizes(module: Any) -> tuple[int, int]:
@@ -189,9 +244,32 @@ def _parts(others: Sequence[str], matrices: Mapping[str, Any], wide: int) -> Ite
         yield _Parts(both, both, fused=True, up_first=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _Act:
+    """An activation: a name of ACT2FN, or a module of the layer that computes another function."""
+
+    name: str
+    module: Any = None
+
+    @property
+    def own(self) -> bool:
+        return self.module is not None
+
+    def product(self, g: Tensor, u: Tensor | None) -> Tensor | None:
+        """Return act(g), times u where there is one; None where it does not run here."""
+        try:
+            function: Any = self.module if self.own else ACT2FN[self.name]
+            if isinstance(function, nn.Module) and not self.own:
+                function = function.to(g.dtype)
+            opened: Tensor = function(g)
+        except Exception:  # one that needs a GPU, or a shape of its own
+            return None
+        return opened if u is None else opened * u
+
+
 def _formula(
-    parts: _Parts, down: str, name: str, found: Trace, stated: Sequence[str]
-) -> str | None:
+    parts: _Parts, down: str, layer: nn.Module, name: str, found: Trace, stated: Sequence[str]
+) -> _Act | None:
     """Return the activation with which the formula holds; None if there is none."""
     h = found.calls[f"{name}.{down}"].input
     up = found.calls[f"{name}.{parts.up}"]
@@ -201,8 +279,17 @@ def _formula(
     g, u = _gate_and_up(parts, None if gate is None else gate.output, up.output)
     if g.numel() != h.numel():
         return None
-    names = dict.fromkeys([*stated, *COMMON, *ACT2FN])
-    return next((n for n in names if n in ACT2FN and same(h, _product(n, g, u))), None)
+    named = (_Act(n) for n in dict.fromkeys([*stated, *COMMON, *ACT2FN]) if n in BENDING)
+    own = (_Act(type(m).__name__, m) for m in layer.modules() if _could_be_activation(m))
+    with torch.no_grad():
+        return next((a for a in (*named, *own) if same(h, a.product(g, u))), None)
+
+
+def _could_be_activation(module: nn.Module) -> bool:
+    """Return whether a module has the look of an activation with weights or a form of its own."""
+    matrices = any(p.ndim > 1 for p in module.parameters())
+    other = isinstance(module, nn.Dropout | nn.Identity) or "norm" in type(module).__name__.lower()
+    return not (matrices or other or list(module.children()))
 
 
 def _gate_and_up(parts: _Parts, gate: Tensor | None, up: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -210,15 +297,6 @@ def _gate_and_up(parts: _Parts, gate: Tensor | None, up: Tensor) -> tuple[Tensor
         first, second = up.chunk(2, dim=-1)
         return (second, first) if parts.up_first else (first, second)
     return (up, None) if gate is None else (gate, up)
-
-
-def _product(act: str, g: Tensor, u: Tensor | None) -> Tensor | None:
-    try:
-        function: Any = ACT2FN[act]
-        opened: Tensor = function.to(g.dtype)(g) if isinstance(function, nn.Module) else function(g)
-    except Exception:  # one that needs a GPU, or a shape of its own
-        return None
-    return opened if u is None else opened * u
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -229,7 +307,7 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     return float((a - b).norm()) <= TOLERANCE * float(b.norm()) and bool(b.norm() > 0)
 
 
-def _proof(layer: nn.Module, name: str, parts: _Parts, down: str, act: str, found: Trace) -> Proof:
+def _proof(layer: nn.Module, name: str, parts: _Parts, down: str, act: _Act, found: Trace) -> Proof:
     """Return the MLP, with the module that is its home."""
     paths = [p for p in (parts.gate, parts.up, down) if p]
     home = _common(paths)
@@ -242,9 +320,8 @@ def _proof(layer: nn.Module, name: str, parts: _Parts, down: str, act: str, foun
         p
         for p, m in layer.named_modules()
         if p
-        and not any(True for _ in m.parameters())
+        and _could_be_activation(m)
         and (c := found.calls.get(f"{name}.{p}"))
-        and not isinstance(m, nn.Dropout | nn.Identity)
         and (parts.gate is not None or same(c.output, h))
         and same(c.input, g)
     )
@@ -253,7 +330,8 @@ def _proof(layer: nn.Module, name: str, parts: _Parts, down: str, act: str, foun
         gate=parts.gate,
         up=parts.up,
         down=down,
-        activation=act,
+        activation=act.name,
+        own=act.own,
         fused=parts.fused,
         up_first=parts.up_first,
         transposed=isinstance(matrix, Conv1D),
@@ -281,7 +359,7 @@ def _extra(
     home: str,
     parts: _Parts,
     down: str,
-    act: str,
+    act: _Act,
     found: Trace,
 ) -> str:
     """Return what the home of an MLP computes besides the formula, "" where that is nothing."""
@@ -320,9 +398,9 @@ def _without_first(call: Call) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _compute(layer: nn.Module, parts: _Parts, down: str, act: str, x: Tensor) -> Tensor:
+def _compute(layer: nn.Module, parts: _Parts, down: str, act: _Act, x: Tensor) -> Tensor:
     up = layer.get_submodule(parts.up)(x)
     gate = layer.get_submodule(parts.gate)(x) if parts.gate and not parts.fused else None
-    h = _product(act, *_gate_and_up(parts, gate, up))
+    h = act.product(*_gate_and_up(parts, gate, up))
     y: Tensor = layer.get_submodule(down)(h)
     return y

@@ -38,6 +38,11 @@ LAYER = re.compile(
 TOWERS = re.compile(
     r"(^|[._])(vision|visual|audio|speech|multi_modal|mm_projector|image_newline|mtp)([._]|$)"
 )
+# Towers of other modalities, and parts of an encoder, in the names of tensors and modules.
+OTHER_TOWERS = re.compile(
+    r"(^|[._])(vision|visual|audio|speech|image|vit|qformer|encoder_attn|mtp|talker|code2wav)([._]|$)",
+    re.IGNORECASE,
+)
 EXPERT = re.compile(r"experts\.([0-9]+)\.")
 # The token embeddings, which are also the head where the checkpoint has no other.
 TOKENS = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|embeddings)\.weight$")

@@ -14,7 +14,7 @@ from typing import Any
 
 HIDDEN, WIDTH, VOCAB, HEADS, HEAD = 32, 56, 96, 4, 8
 EXPERTS = 6
-MOST_LAYERS = 8
+MOST_LAYERS = 10
 
 # What a field becomes, by a pattern of its whole name; the first match wins. Fields that are not
 # named, and fields of None, stay.
@@ -64,6 +64,7 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r"n_groups", 1),
     (r"sliding_window(_size)?|(attention|keep)_window_size|window_size|local_attention", 8),
     (r"original_max_position_embeddings", 64),
+    (r"num_kv_shared_layers", 2),
     (r"image_size", 28),
     (r"patch_size", 14),
     (r"(image|video|audio)_token_(id|index)", 90),
@@ -75,6 +76,7 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r"depths?", 2),
 )  # fmt: skip
 _LAYERS = re.compile(r"num_hidden_layers|n_layers?|num_layers|num_blocks")
+_TYPES = ("layer_types", "layers_block_type", "mlp_layer_types")
 _TOKEN = re.compile(
     r"(pad|bos|eos|unk|sep|cls|mask|decoder_start|forced_eos|eod|boi|eoi|boa|eoa)"
     r"(_token)?_(id|index)"
@@ -91,10 +93,13 @@ def shrink(config: Mapping[str, Any], layers: int = MOST_LAYERS) -> dict[str, An
     """
     out: dict[str, Any] = {}
     counts = {v for k, v in config.items() if _LAYERS.fullmatch(k) and isinstance(v, int)}
-    kept = min(layers, max(counts, default=layers))
+    types = next((config[k] for k in _TYPES if config.get(k)), None)
+    kept = _kept(types, min(layers, max(counts, default=layers)))
     for name, value in config.items():
         if name == "per_layer_config" and isinstance(value, Mapping):
             out[name] = {i: v for i, v in value.items() if int(i) < kept}
+        elif isinstance(value, Mapping) and "rope" in name:
+            out[name] = _rotary(value)
         elif isinstance(value, Mapping) and name.endswith(("config", "_cfg")):
             out[name] = shrink(value, layers)
         elif _LAYERS.fullmatch(name) and isinstance(value, int):
@@ -106,6 +111,36 @@ def shrink(config: Mapping[str, Any], layers: int = MOST_LAYERS) -> dict[str, An
     return out | (_LATENT if config.get("qk_rope_head_dim") else {})
 
 
+def _rotary(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary embeddings for heads of HEAD, of each kind of layer where there are several."""
+    out, half = dict(value), HEAD // 2
+    for name, item in value.items():
+        if isinstance(item, Mapping):
+            out[name] = _rotary(item)
+        elif name == "mrope_section" and isinstance(item, list | tuple):
+            out[name] = [half - 2, 1, 1][: len(item)] if len(item) == 3 else list(item)
+        elif name in ("short_factor", "long_factor") and isinstance(item, list | tuple):
+            pairs = int(HEAD * float(value.get("partial_rotary_factor") or 1)) // 2
+            out[name] = list(item)[:pairs]
+    return out
+
+
+def _kept(types: Any, most: int) -> int:
+    """Return how many layers to keep.
+
+    Where layers have types, each is kept twice, and the last layer keeps that of the last.
+    """
+    if not isinstance(types, list | tuple) or len(types) <= most:
+        return most
+    wanted = {kind: min(2, list(types).count(kind)) for kind in types}
+
+    def whole(k: int) -> bool:
+        seen = list(types[:k])
+        return types[k - 1] == types[-1] and all(seen.count(t) >= n for t, n in wanted.items())
+
+    return next((k for k in range(min(4, len(types)), len(types) + 1) if whole(k)), most)
+
+
 def _item(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int):
         return value
@@ -113,5 +148,5 @@ def _item(name: str, value: Any) -> Any:
         return value if value < VOCAB - 8 else value % (VOCAB - 16) + 1
     for pattern, size in _COMPILED:
         if pattern.fullmatch(name):
-            return min(value, size) if isinstance(size, int) else size
+            return size if value else value  # a size of 0 leaves something out
     return value

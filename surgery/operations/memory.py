@@ -171,8 +171,8 @@ class _Job:
 
     def table(self, entry: Mapping[str, Any]) -> str:
         """Return the name of an entry's table on disk."""
-        body = self.blocks.prefix.removesuffix(f"{self.blocks.family.layers}.")
-        return body + str(entry["shared"])
+        layers = self.blocks.prefix.removesuffix(".").rpartition(".")[2]
+        return self.blocks.prefix.removesuffix(f"{layers}.") + str(entry["shared"])
 
 
 def memory(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surgery.blocks import block_config
-from surgery.blocks.custom_code import NEEDS_TRUST, with_blocks
+from surgery.blocks.custom_code import NEEDS_TRUST, with_blocks, with_gathered_mlps
 from surgery.blocks.preconditions import (
     bypass_rank,
     chosen_layers,
@@ -253,7 +253,7 @@ def relufy(
     )
     job = _check(checkpoint, options)
     work = _work(job) if job.needs_data else None
-    tensors = dict(checkpoint.tensors)
+    tensors = dict(job.blocks.checkpoint.tensors)
     for index in job.layers:
         tensors |= _converted(job, index, work)
     step = Step(
@@ -266,6 +266,7 @@ def relufy(
         work=work,
         pending=_pending(job, checkpoint) if job.waits else None,
     )
+    checkpoint = job.blocks.checkpoint
     changes = _native_changes(job) if job.native else with_blocks(checkpoint, [job.entry])
     return checkpoint.replace(step=step, tensors=tensors, **changes)
 
@@ -305,12 +306,15 @@ def _check(checkpoint: Checkpoint, options: Options) -> _Job:
     plain = options.swap.how.plain and bool(blocks.family.activation_key) and not rank
     stock = plain and options.stage == 1 and whole
     folds = folds if rank or not stock else ""
+    native = bool(folds) or stock
+    if blocks.family.loose and not native:  # a block needs a module whose place it can take
+        return _check(with_gathered_mlps(checkpoint), options)
     job = _Job(
         blocks=blocks,
         options=options,
         layers=chosen,
         rank=rank,
-        native=bool(folds) or (stock and not checkpoint.config.get("surgery_blocks")),
+        native=native,
         folds=folds,
         width=width,
         fixed=_fixed(options.threshold, chosen),

@@ -313,17 +313,12 @@ def _check_copies(shape: Shape, start: Start) -> None:
 
 
 def _require_stock(checkpoint: Checkpoint) -> None:
-    """Raise SurgeryError for a model with custom code, or with other towers."""
+    """Raise SurgeryError for a model with custom code."""
     kind, family = str(checkpoint.config.get("model_type")), find(checkpoint.config)
     if kind.startswith(OPERATED):
         raise SurgeryError(
             f"a {kind} has blocks that its own code computes: no target of upcycle has them",
             f"upcycle the {family.model_type} that it was made of",
-        )
-    if checkpoint.config.get("text_config"):
-        raise SurgeryError(
-            f"{kind} is multimodal: no target of upcycle holds its other towers",
-            f"give its language model, a {family.model_type}, as a checkpoint of its own",
         )
 
 

@@ -122,10 +122,6 @@ def test_there_is_code_for_each_kind_that_a_config_may_name() -> None:
     ("config", "message"),
     [
         (
-            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
-            "gemma3 is multimodal",
-        ),
-        (
             {"model_type": "llama", "auto_map": {"AutoConfig": "configuration_own.Own"}},
             "brings code of its own",
         ),

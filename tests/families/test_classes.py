@@ -109,31 +109,6 @@ def test_a_body_without_a_head_is_named(operation: str, tmp_path: Path) -> None:
         surgery.analyze(source, tokens=64, sequence_length=32)
 
 
-WRAPPERS = {
-    "mistral3": ("Mistral3ForConditionalGeneration", "mistral"),
-    "llava": ("LlavaForConditionalGeneration", "llama"),
-    "internvl": ("InternVLForConditionalGeneration", "qwen2"),
-}
-
-
-@pytest.mark.parametrize("kind", WRAPPERS)
-@pytest.mark.parametrize("operation", ["relufy", "splinify", "carve", "memory"])
-def test_a_wrapper_is_called_multimodal(operation: str, kind: str) -> None:
-    """It is never said to need a newer transformers, which would not help."""
-    name, inner = WRAPPERS[kind]
-    text = fake(inner)
-    config = {
-        "model_type": kind,
-        "architectures": [name],
-        "text_config": text.config,
-        "vision_config": {},
-    }
-    with pytest.raises(SurgeryError) as caught:
-        getattr(surgery, operation)(text.replace(config=config))
-    assert f"{kind} is multimodal: {name} wraps a {inner}" in caught.value.message
-    assert f"give a text-only {inner}" in caught.value.hint and "upgrade" not in caught.value.hint
-
-
 def test_a_wrapper_that_is_known_is_found() -> None:
     text = fake("gemma3_text")
     config = {"model_type": "gemma3", "text_config": text.config}

@@ -5,11 +5,10 @@ what to do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from models import fake, save_model
+from models import fake
 
 from surgery.checkpoint import Checkpoint, constant
 from surgery.errors import SurgeryError, UsageError
@@ -20,7 +19,6 @@ from surgery.operations.memory import memory
 from surgery.operations.relufy import relufy
 from surgery.operations.splinify import splinify
 from surgery.operations.upcycle import upcycle
-from surgery.storage import open_checkpoint
 
 LLAMA = fake("llama")
 AWQ = {"quantization_config": {"quant_method": "awq"}}
@@ -173,79 +171,6 @@ def test_what_travels_because_of_that(
         "sparse_kernel.py",
         "sparse_mlp.py",
     }
-
-
-def test_a_language_model_among_towers() -> None:
-    """Its text_config has the numbers: a Mixtral config around a vision tower would not load."""
-    checkpoint = LLAMA.replace(
-        config={"model_type": "llava", "text_config": LLAMA.config, "vision_config": {}}
-    )
-    error = refusal(lambda: upcycle(checkpoint))
-    assert "llava is multimodal" in error.message and "llama" in error.hint
-
-
-@pytest.mark.parametrize("operation", [upcycle, relufy])
-@pytest.mark.parametrize(
-    ("checkpoint", "seen"),
-    [
-        (fake("llama", quantization_config={"quant_method": "gptq", "bits": 4}), "'gptq'"),
-        (
-            LLAMA.replace(config={"model_type": "llava", "text_config": {**LLAMA.config, **AWQ}}),
-            "'awq'",
-        ),
-        (
-            with_tensor(LLAMA, "model.layers.1.mlp.up_proj.weight", "F8_E4M3"),
-            "model.layers.1.mlp.up_proj.weight is F8_E4M3",
-        ),
-        (with_tensor(LLAMA, "model.layers.1.mlp.up_proj.weight_scale_inv"), "weight_scale_inv"),
-        (with_tensor(LLAMA, "model.layers.1.mlp.up_proj.qweight", "I32"), "qweight is I32"),
-    ],
-)
-def test_quantised_weights(
-    operation: Callable[[Checkpoint], Checkpoint], checkpoint: Checkpoint, seen: str
-) -> None:
-    error = refusal(lambda: operation(checkpoint))
-    assert "quantised" in error.message and seen in error.message and "bf16" in error.hint
-
-
-@pytest.mark.parametrize("operation", [upcycle, relufy])
-@pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
-def test_an_mlp_that_lacks_a_tensor_is_found_before_any_write(
-    operation: Any, part: str, tmp_path: Path
-) -> None:
-    """The plan is never made: nothing that a writer could begin with."""
-    save_model("llama", tmp_path)
-    checkpoint, name = open_checkpoint(tmp_path), f"model.layers.2.mlp.{part}.weight"
-    incomplete = checkpoint.replace(
-        tensors={n: t for n, t in checkpoint.tensors.items() if n != name}
-    )
-    error = refusal(lambda: operation(incomplete))
-    assert f"layer 2 has no tensor {name}, which other layers have" in error.message
-    nowhere = checkpoint.replace(
-        tensors={n: t for n, t in checkpoint.tensors.items() if f".{part}." not in n}
-    )
-    error = refusal(lambda: operation(nowhere))
-    assert (
-        f"layer 0 has no tensor model.layers.0.mlp.{part}.weight, which a llama needs"
-        in error.message
-    )
-
-
-@pytest.mark.parametrize("operation", [upcycle, relufy])
-def test_a_tensor_missing_outside_the_mlps_is_found_before_any_write(
-    operation: Any, tmp_path: Path
-) -> None:
-    """Found at 91% of a conversion, it cost hours."""
-    save_model("llama", tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    for name, seen in (
-        ("model.layers.1.self_attn.k_proj.weight",) * 2,
-        ("model.embed_tokens.weight", "embedding"),
-    ):
-        incomplete = checkpoint.replace(
-            tensors={n: t for n, t in checkpoint.tensors.items() if n != name}
-        )
-        assert seen in refusal(lambda c=incomplete: operation(c)).message
 
 
 @pytest.mark.parametrize("operation", [upcycle, relufy])
