@@ -51,6 +51,10 @@ class Quality:
         """The geometric mean of the perplexity over all domains."""
         return geometric_mean(self.perplexity.values())
 
+    def over(self, source: Quality) -> dict[str, float]:
+        """Return how many times the source's perplexity this is, by domain."""
+        return {domain: p / source.perplexity[domain] for domain, p in self.perplexity.items()}
+
 
 def geometric_mean(values: Iterable[float]) -> float:
     """Return the geometric mean of positive numbers."""
