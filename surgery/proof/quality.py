@@ -59,6 +59,10 @@ class Quality:
         """The geometric mean of the perplexity over all domains."""
         return geometric_mean(self.perplexity.values())
 
+    def over(self, source: Quality) -> dict[str, float]:
+        """Return how many times the source's perplexity this is, by domain."""
+        return {domain: p / source.perplexity[domain] for domain, p in self.perplexity.items()}
+
 
 def _mean(zeros: Sequence[float]) -> float:
     known = [z for z in zeros if not math.isnan(z)]

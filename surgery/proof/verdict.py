@@ -38,7 +38,7 @@ class Change:
 
     def __str__(self) -> str:
         values = f"{figure(self.before)} → {figure(self.after)}"
-        return f"{values} on {self.domain} ({times(self.ratio)})"
+        return f"{times(self.ratio)} on {self.domain} ({values})"
 
 
 def rows_by_key(verification: Verification | None) -> dict[str, Row]:

@@ -193,8 +193,7 @@ def domain_rows(
 
     The mean is held to what is required of it.
     """
-    source, output = found["source"], found["output"]
-    ratios = {d: output.perplexity[d] / source.perplexity[d] for d in sample.domains}
+    ratios = found["output"].over(found["source"])
     length = sample.input_ids.shape[1] - 1
     for domain, ratio in ratios.items():
         yield Row(

@@ -39,7 +39,7 @@ def test_a_changed_function_leads_with_what_it_costs() -> None:
     assert verdict.conclusion(found, ["--this"]) == f"P{costs[1:]}."
     assert verdict.measured_on(found).startswith("Quality is measured, not judged: 4 × 513 tokens")
     alone = quality(speeches=1.5)
-    assert verdict.headline(alone) == "Another function: perplexity 20 → 30 on speeches (× 1.50)"
+    assert verdict.headline(alone) == "Another function: perplexity × 1.50 on speeches (20 → 30)"
 
 
 def test_what_costs_too_much_says_so_and_what_to_try() -> None:
@@ -62,7 +62,7 @@ def test_a_limit_that_is_missed_is_named() -> None:
     found = quality(1.2, speeches=1.3)
     assert verdict.missed(found) == 1.2 and verdict.missed(quality(1.2, speeches=1.1)) is None
     assert verdict.conclusion(found, ["--this"]) == (
-        "Perplexity 20 → 26 on speeches (× 1.30): more than the 1.2 times that are allowed. "
+        "Perplexity × 1.30 on speeches (20 → 26): more than the 1.2 times that are allowed. "
         "Try next: --this."
     )
     assert verdict.measured_on(found).startswith("Quality is measured and held to a limit: ")
