@@ -13,10 +13,12 @@ from surgery.operations.memory import memory
 from surgery.operations.relufy import relufy
 from surgery.operations.splinify import splinify
 from surgery.operations.upcycle import upcycle
+from surgery.proof.require import Require
 from surgery.storage import open_checkpoint
 from surgery.workflow.convert import convert_alone
+from surgery.workflow.record import read_record
 from surgery.workflow.settle import settle
-from surgery.workflow.verify import verify_folder
+from surgery.workflow.verify import recorded_texts, verify_folder
 
 if TYPE_CHECKING:
     from surgery.analysis.analyze import Analysis
@@ -158,6 +160,8 @@ def verify(
     *,
     trust_remote_code: bool = False,
     allow_nonfinite: bool = False,
+    max_perplexity: float | None = None,
+    texts: Sequence[str | Path] = (),
 ) -> Verification:
     """Prove the output in the folder `out` against the source it was made from.
 
@@ -167,6 +171,9 @@ def verify(
         trust_remote_code: let code that comes with the checkpoints run.
         allow_nonfinite: let a source pass whose logits are NaN or Inf, although nothing can be
             compared with it.
+        max_perplexity: how many times the source's perplexity that of the output may be, in the
+            geometric mean over all domains; by default what the output was made with.
+        texts: further texts to measure on, files or folders that nothing was fitted on.
 
     Raises SurgeryError for a folder that surgery did not write.
 
@@ -174,4 +181,12 @@ def verify(
         >>> surgery.verify(surgery.open("Qwen/Qwen3-8B"), "Qwen3-8B-moe").passed
         True
     """
-    return verify_folder(source, Path(out), trust_remote_code, allow_nonfinite=allow_nonfinite)
+    folder = Path(out)
+    return verify_folder(
+        source,
+        folder,
+        trust_remote_code,
+        allow_nonfinite=allow_nonfinite,
+        require=None if max_perplexity is None else Require(max_perplexity=max_perplexity),
+        texts=recorded_texts(read_record(folder), folder, list(map(str, texts))),
+    )

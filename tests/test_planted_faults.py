@@ -17,6 +17,7 @@ from support import write_llama
 
 import surgery
 from surgery.calibration import routers
+from surgery.calibration.data import Sample
 from surgery.checkpoint import Checkpoint, make_plan
 from surgery.checkpoint.compat import complete
 from surgery.demo import MODEL
@@ -64,18 +65,25 @@ def test_the_seed_decides_the_centroids() -> None:
     assert torch.equal(first, again) and not torch.allclose(first, other)
 
 
+class Everything(Sample):
+    """A sample whose first tokens count."""
+
+    __slots__ = ()
+
+    @property
+    def mask(self) -> torch.Tensor:
+        return torch.ones_like(self.input_ids, dtype=torch.bool)
+
+
 def test_first_tokens_are_not_counted_among_zeros(source: Checkpoint) -> None:
     """The fault: the mask is dropped. A first token's products are cut here, and no others."""
-    texts = quality.texts(source, 256, 64)
+    texts = quality.texts(source, 64, 64)
     firsts = len(texts.input_ids)
     assert not texts.mask[:, 0].any() and texts.mask[:, 1:].all()
     relufied = surgery.relufy(source, repair="none")
     found = quality.measure({"output": relufied}, texts)["output"].zeros[0]
-    everything = quality.Texts(
-        samples=texts.samples,
-        input_ids=texts.input_ids,
-        mask=torch.ones_like(texts.mask),
-        rows=texts.rows,
+    everything = Everything(
+        input_ids=texts.input_ids, source="", text=True, row_domains=texts.row_domains
     )
     counted = quality.measure({"output": relufied}, everything)["output"].zeros[0]
     assert found != counted and firsts > 0

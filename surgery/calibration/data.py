@@ -149,7 +149,7 @@ def draw(
         if own := [t.domain for t in texts if not t.built_in]:
             hint = "add the tokenizer's files to the checkpoint"
             raise SurgeryError(f"{own[0]} cannot be tokenized: {reason}", hint)
-        return _random(checkpoint, rows, sequence_length, reason, seed)
+        return _random(checkpoint, min(rows, each or rows), sequence_length, reason, seed)
     streams = [_Stream(t, tokenizer, part, sequence_length) for t in texts]
     found = list(_in_turn(streams, rows, each))
     if not found:
@@ -238,7 +238,12 @@ def _random(
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab_size, (rows, sequence_length), generator=generator)
     _require_positions(checkpoint, sequence_length)
-    return Sample(input_ids=ids, source=f"random ids, seed {seed} ({reason})", text=False)
+    return Sample(
+        input_ids=ids,
+        source=f"random ids, seed {seed} ({reason})",
+        text=False,
+        row_domains=("random ids",) * rows,
+    )
 
 
 def require_ids(checkpoint: Checkpoint, ids: Tensor, what: str) -> None:

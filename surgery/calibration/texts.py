@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -74,6 +74,28 @@ def choose(
     return _joined([*own, *built_in])
 
 
+def to_measure(
+    fitted: Iterable[tuple[Sequence[str], Sequence[str], float | None]] = (),
+    whole: Sequence[str] = (),
+) -> list[Text]:
+    """Return the texts to measure on, all of one weight.
+
+    Args:
+        fitted: the texts, data sets and mix of each calibration, whose held-out parts are measured
+            beside the built-in domains; those are left out where every mix is 0.
+        whole: texts that nothing was fitted on, which are measured from their beginning.
+    """
+    found = list(fitted)
+    texts = dict.fromkeys(weighted(spec)[0] for given, _, _ in found for spec in given)
+    datasets = dict.fromkeys(weighted(spec)[0] for _, given, _ in found for spec in given)
+    others = [_text(name, 1.0) for name in texts]
+    others += [_dataset(name, 1.0) for name in datasets]
+    others += [_whole(weighted(spec)[0]) for spec in whole]
+    alone = bool(found) and all(mix == 0 for _, _, mix in found)
+    built_in = [] if alone else [_built_in(domain, 1.0) for domain in corpus.domains()]
+    return [replace(text, weight=1.0) for text in _joined([*built_in, *others])]
+
+
 def require_share(mix: float | None, given: bool) -> None:
     """Raise UsageError for a share of the built-in text that is none, or with nothing beside it."""
     if mix is None:
@@ -110,6 +132,12 @@ def moved(spec: str, place: Callable[[str], str]) -> str:
     """
     name, _ = weighted(spec)
     return spec if name.startswith(BUILT_IN) else place(name) + spec[len(name) :]
+
+
+def is_here(spec: str) -> bool:
+    """Return whether a text is built in, or on this disk."""
+    name, _ = weighted(spec)
+    return name.startswith(BUILT_IN) or Path(name).exists()
 
 
 def relocated(calibration: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
@@ -158,6 +186,14 @@ def _text(name: str, weight: float) -> Text:
         return _built_in(name.removeprefix(BUILT_IN), weight)
     path = Path(name)
     return Text(domain=path.resolve().name, weight=weight, pieces=partial(_of_path, path))
+
+
+def _whole(name: str) -> Text:
+    """Return a text all of which is held out."""
+    text = _text(name, 1.0)
+    if text.built_in:
+        return text
+    return replace(text, pieces=lambda part, size: text.pieces("all", size))
 
 
 def _dataset(name: str, weight: float) -> Text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ class Row:
     """One check: `value` stands in `relation` to `limit`. A row without a limit only informs.
 
     Args:
-        key: the stable name by which code finds the row, like "perplexity.output.evaluation".
+        key: the stable name by which code finds the row, like "domain.python".
         check: what a person reads. It may change at any time; nothing looks a row up by it.
         value: what was found.
         relation: "<=" or ">", between `value` and `limit`.
@@ -20,6 +21,7 @@ class Row:
         passed: whether the bound holds.
         detail: further lines, like the names of what failed.
         layers: the value of each decoder layer that has one.
+        models: what was measured of each model, by its name, as {"output": {"perplexity": 9.1}}.
         warns: whether a person should see the row although it has no limit.
     """
 
@@ -31,6 +33,7 @@ class Row:
     passed: bool = True
     detail: tuple[str, ...] = ()
     layers: tuple[tuple[int, float], ...] = field(default=())
+    models: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     warns: bool = False
 
     def as_dict(self) -> dict[str, Any]:
@@ -46,6 +49,11 @@ class Row:
             found |= {"relation": self.relation, "limit": self.limit}
         if self.layers:
             found["layers"] = [[index, _finite(value)] for index, value in self.layers]
+        if self.models:
+            found["models"] = {
+                name: {what: _finite(value) for what, value in values.items()}
+                for name, values in self.models.items()
+            }
         return found | ({"warns": True} if self.warns else {})
 
 

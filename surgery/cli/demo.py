@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from surgery.proof import verdict
+
 if TYPE_CHECKING:
     from surgery.cli.screen import Bars
     from surgery.workflow.convert import Result
@@ -86,17 +88,21 @@ def _rows(results: dict[str, Result]) -> list[dict[str, Any]]:
                 "parameters": weights.parameters(),
                 "active_parameters": weights.active(),
                 "activation": checkpoint.config["hidden_act"],
-                "perplexity": checks.get("perplexity.output.evaluation"),
+                "perplexity": _perplexity(result, "output"),
                 "max_logit_difference": checks.get("logits.difference"),
                 "passed": result.verification.passed if result and result.verification else True,
                 "folder": str(folder),
             }
         )
-    if (relufied := results["relufied"].verification) is not None:
-        rows[0]["perplexity"] = next(
-            r.value for r in relufied.rows if r.key == "perplexity.source.evaluation"
-        )
+    rows[0]["perplexity"] = _perplexity(results["relufied"], "source")
     return rows
+
+
+def _perplexity(result: Result | None, model: str) -> float | None:
+    """Return the perplexity of a model, where quality was measured: not of the same function."""
+    rows = result.verification.rows if result and result.verification else ()
+    found = (r.models[model]["perplexity"] for r in rows if r.key == verdict.MEAN)
+    return next(found, None)
 
 
 # --- on the screen --------------------------------------------------------------------------------
@@ -125,7 +131,6 @@ def _command(recipe: str, out: Path) -> str:
 def _show(result: Result) -> None:
     """Print what was done, and what that did to the function."""
     from surgery.cli import screen
-    from surgery.proof import verdict
     from surgery.report import methods
 
     already = ", and was there already" if result.already else ""

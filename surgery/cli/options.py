@@ -17,6 +17,7 @@ from surgery.checkpoint.parsing import is_number
 if TYPE_CHECKING:
     from surgery.checkpoint import Checkpoint
     from surgery.cli.screen import Bars
+    from surgery.proof.require import Require
     from surgery.storage.processes import Group
     from surgery.workflow.convert import Result
     from surgery.workflow.publish import Pushed
@@ -56,6 +57,13 @@ _WRITING: dict[str, Decorator] = {
         is_flag=True,
         help="Let a source pass whose logits are NaN or Inf: nothing can be compared with it, and "
         "the card says so.",
+    ),
+    "max_perplexity": click.option(
+        "--max-perplexity",
+        type=float,
+        metavar="TIMES",
+        help="Fail where perplexity is more than so many times the source's, in the geometric mean "
+        "over all domains, like 1.2.",
     ),
     "push": click.option(
         "--push",
@@ -155,6 +163,7 @@ class CommonOptions:
     out: str | None
     no_verify: bool
     allow_nonfinite: bool
+    max_perplexity: float | None
     push: str | None
     private: bool
     pr: bool
@@ -176,6 +185,13 @@ class CommonOptions:
             stream=self.stream,
             strip_prefix=self.strip_prefix,
         )
+
+    @property
+    def require(self) -> Require:
+        """What the verification is to find for the output to pass."""
+        from surgery.proof.require import Require
+
+        return Require(max_perplexity=self.max_perplexity)
 
     @property
     def silent(self) -> bool:
@@ -296,6 +312,7 @@ def _print_recipe(common: CommonOptions, output: Checkpoint) -> int:
         output,
         max_shard_size=common.shard_bytes,
         verify=not common.no_verify,
+        require=common.require,
         finetune=common.finetune,
         push=push,
     )
@@ -367,6 +384,7 @@ def _convert(
         max_shard_size=common.shard_bytes,
         hardlink=hardlink,
         verify=not common.no_verify,
+        require=common.require,
         allow_nonfinite=common.allow_nonfinite,
         finetune=common.finetune,
         trust_remote_code=common.trust_remote_code,
@@ -388,6 +406,8 @@ def _check_delivery(common: CommonOptions) -> None:
         raise UsageError(
             "--push with --no-verify", "only what is proved is published: leave one of them out"
         )
+    if common.require.as_dict() and common.no_verify:
+        raise UsageError("--max-perplexity with --no-verify", "leave one of them out")
     if common.push and common.url:
         raise UsageError("both --push and a URL", "push from a folder on this disk")
     if common.push and not common.print_recipe:
@@ -414,8 +434,9 @@ def _deliver(common: CommonOptions, result: Result, observer: Bars) -> int:
         screen.echo_json(found)
     if passed and shows:
         outcome.show_next(result.folder, result.record, pushed=common.push or "")
+        outcome.show_conclusion(result.record["verification"], result.record)
     if not passed:
-        outcome.report_failure(result.folder)
+        outcome.report_failure(result.folder, result.record)
     return 0 if passed else 1
 
 

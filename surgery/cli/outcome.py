@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 from surgery.cli import following, screen
 from surgery.proof import verdict
-from surgery.proof.verdict import FILES, TEXTS
+from surgery.proof.verdict import DOMAIN, FILES, MEAN, WORST
 from surgery.quoting import printable
 from surgery.report import methods
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 SHOWN = 5  # lines of detail below a row
 _OUTSIDE = {"config_fields_ignored"}  # rows that are shown as notes
-_BESIDE = ("perplexity", "agreement", "zeros", "left")  # kinds of row with a column for each model
+# Kinds of row that the table of models shows. Domains fold into their mean and the worst.
+_BESIDE = ("perplexity", "domain", "domains", "zeros", "left")
 
 
 def show_result(result: Result) -> None:
@@ -40,10 +41,10 @@ def show_verification(
 ) -> None:
     """Print what became of the function, the rows that matter, and what a person should know.
 
-    `advice` is what whoever converts may try instead; where the model is damaged, the remedies of
-    its operations are shown in its place.
+    `advice` is what whoever converts may try instead; where the model is damaged, `show_conclusion`
+    shows the remedies of its operations in its place.
     """
-    notes, damage = list(record.get("notes") or ()), verdict.damage(verification)
+    notes = list(record.get("notes") or ())
     if verification:
         screen.show(verdict.headline(verification))
         for table in _tables(verification):
@@ -57,10 +58,14 @@ def show_verification(
     screen.show_notes(notes)
     for warning in verdict.warnings(verification):
         screen.show(f"warning: {warning}")
-    if damage:
-        screen.show(f"{damage}.")
-    for line in methods.remedies(record) if damage else advice:
+    for line in () if verdict.damaged(verification) else advice:
         screen.show(f"try: {line}")
+
+
+def show_conclusion(verification: Mapping[str, Any] | None, record: Mapping[str, Any]) -> None:
+    """Print the last line: what the conversion costs and, where that is much, what to try next."""
+    if line := verdict.conclusion(verification, methods.remedies(record)):
+        screen.show(f"\n{line}")
 
 
 def show_next(folder: Path, record: Mapping[str, Any], *, pushed: str = "") -> None:
@@ -71,11 +76,17 @@ def show_next(folder: Path, record: Mapping[str, Any], *, pushed: str = "") -> N
             screen.show(f"  {label:<11}{command}")
 
 
-def report_failure(folder: Path) -> None:
-    """Print that an output did not pass, on stderr."""
-    screen.echo(f"error: {printable(str(folder))} does not pass its verification", err=True)
-    record = printable(str(folder / "surgery.json"))
-    screen.echo(f"hint: {record} names what failed; the output stays for you to look at", err=True)
+def report_failure(folder: Path, record: Mapping[str, Any]) -> None:
+    """Print that an output did not pass, on stderr, and why, where it is its quality."""
+    name, verification = printable(str(folder)), record.get("verification")
+    if verdict.missed(verification) is not None:
+        why = verdict.conclusion(verification, methods.remedies(record))
+        screen.echo(f"error: {name} does not pass its verification", err=True)
+        screen.echo(f"hint: {printable(why)}", err=True)
+        return
+    screen.echo(f"error: {name} does not pass its verification", err=True)
+    file = printable(str(folder / "surgery.json"))
+    screen.echo(f"hint: {file} names what failed; the output stays for you to look at", err=True)
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -101,42 +112,52 @@ def _tables(verification: Mapping[str, Any]) -> list[Table]:
 
 def _models(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return what was measured, with a column for each model."""
-    keys = [key.split(".") for key in rows if key.startswith("perplexity.")]
-    names = list(dict.fromkeys(".".join(key[1:-1]) for key in keys)) or ["source", "output"]
-    names.sort(key=lambda name: name == "output")
+    wide = [row for key in (MEAN, "perplexity") if (row := rows.get(key))]
+    names = list(wide[0]["models"] if wide else ("source", "output"))
     table = screen.columns("", *names)
-    for text, label in TEXTS.items():
-        _add(table, f"perplexity, {label}", verdict.figure, _each(rows, "perplexity", names, text))
-    for text, label in TEXTS.items():
-        found = {"output": rows.get(f"agreement.{text}")}
-        _add(table, f"next tokens as the source's, {label}", verdict.share, found, names)
-    zeros = _each(rows, "zeros", names)
-    _add(table, "exact zeros among the MLPs' products", verdict.share, zeros)
+    for label, row in _perplexities(rows):
+        _add(table, label, verdict.figure, _of_models(row, "perplexity"), names)
+    if mean := rows.get(MEAN):
+        agreed = {"output": _of_models(mean, "agreement")["output"]}
+        _add(table, "next tokens as the source's", verdict.share, agreed, names)
+    zeros = {name: _value(rows.get(f"zeros.{name}")) for name in names}
+    _add(table, "exact zeros among the MLPs' products", verdict.share, zeros, names)
     for what in ("bytes", "flops"):
-        if row := rows.get(f"left.{what}"):
-            _add(table, str(row["check"]), verdict.share, {"output": row}, names)
+        if left := rows.get(f"left.{what}"):
+            _add(table, str(left["check"]), verdict.share, {"output": left["value"]}, names)
     return table
 
 
-def _each(
-    rows: Mapping[str, Any], kind: str, names: list[str], text: str = ""
-) -> dict[str, Mapping[str, Any] | None]:
-    """Return the row of each model."""
-    end = f".{text}" if text else ""
-    return {name: rows.get(f"{kind}.{name}{end}") for name in names}
+def _perplexities(
+    rows: Mapping[str, Mapping[str, Any]],
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the rows of perplexity that the screen shows, each with its label."""
+    domains = [key.removeprefix(DOMAIN) for key in rows if key.startswith(DOMAIN)]
+    if "perplexity" in rows:
+        yield "perplexity", rows["perplexity"]
+    if len(domains) == 1:
+        yield f"perplexity, {domains[0]}", rows[f"{DOMAIN}{domains[0]}"]
+    elif domains:
+        yield f"perplexity, mean of {len(domains)} domains", rows[MEAN]
+        yield f"perplexity, worst: {rows[WORST]['detail'][0]}", rows[WORST]
+
+
+def _of_models(row: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Return a figure of each model."""
+    return {name: values.get(what) for name, values in row["models"].items()}
+
+
+def _value(row: Mapping[str, Any] | None) -> Any:
+    return None if row is None else row["value"]
 
 
 def _add(
-    table: Table,
-    label: str,
-    shown: Any,
-    found: Mapping[str, Mapping[str, Any] | None],
-    names: list[str] | None = None,
+    table: Table, label: str, shown: Any, found: Mapping[str, Any], names: Sequence[str]
 ) -> None:
     """Add a line, unless no model has a value."""
-    if any(found.values()):
-        each = (found.get(name) for name in names or found)
-        table.add_row(label, *(shown(row["value"]) if row else "" for row in each))
+    values = [found.get(name) for name in names]
+    if any(value is not None for value in values):
+        table.add_row(label, *("" if value is None else shown(value) for value in values))
 
 
 def _checks(rows: list[Mapping[str, Any]]) -> Table:

@@ -36,6 +36,8 @@ def run_command(options: dict[str, Any], name: str, changes: Sequence[str]) -> i
     if chosen.push and not options["push"]:
         options |= {"push": chosen.push.repo, "private": chosen.push.private, "pr": chosen.push.pr}
     options["no_verify"] |= not chosen.verify
+    if chosen.require and options["max_perplexity"] is None:
+        options["max_perplexity"] = chosen.require.max_perplexity
     size = None if chosen.max_shard_size is None else str(chosen.max_shard_size)
     common = CommonOptions(
         model=recipe.location(chosen),

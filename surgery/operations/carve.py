@@ -550,6 +550,11 @@ def _checks(p: Parameters) -> Sequence[Check]:
     return [routing.check()]
 
 
+def _remedies(p: Parameters) -> Sequence[str]:
+    bypass = () if p.get("bypass") else ("a linear map beside the MLP: --bypass full",)
+    return ("more active parts: --active", *bypass, *OWN_TEXT)
+
+
 OPERATION = Operation(
     name="carve",
     function=carve,
@@ -564,5 +569,5 @@ OPERATION = Operation(
     tags=("mixture-of-experts", "moefication"),
     blocks=("experts",),
     checks=_checks,
-    remedies=lambda p: ("more active parts: --active", *OWN_TEXT),
+    remedies=_remedies,
 )

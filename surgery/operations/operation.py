@@ -22,7 +22,7 @@ Parameters = Mapping[str, Any]  # of a step, as surgery.json and recipes hold th
 
 
 OWN_TEXT = (
-    "calibration on text of your own kind: --text or --dataset",
+    "calibration on text of your own kind too: --text or --dataset",
     "more text: --tokens",
     "training: finetune/finetune.py in the output",
 )

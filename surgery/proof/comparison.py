@@ -29,7 +29,7 @@ class Comparison:
         exact: whether the output claims to compute what the source does.
         dtype: what both are computed in.
         device: where both are computed.
-        tokens: how many tokens of each text are run.
+        tokens: how many tokens are run; of each text, where quality is measured.
         allow_nonfinite: whether a source with which nothing can be compared passes.
         progress: is told of each layer that was run.
     """

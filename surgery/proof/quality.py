@@ -1,4 +1,4 @@
-"""What a conversion costs in quality, measured on text of two domains.
+"""What a conversion costs in quality, measured on held-out text of many domains.
 
     perplexity   exp(- mean log p(token t+1 | tokens 1..t)); the first token is never predicted
     agreement    how often the most likely next token is the source's
@@ -11,19 +11,19 @@ The models are walked one after the other. Of the source only its most likely to
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from surgery.calibration.data import Sample, sample_ids
+from surgery.calibration.data import Sample, draw
 from surgery.calibration.observe import tapped
+from surgery.calibration.texts import Text, to_measure
 from surgery.calibration.walk import Walk
 from surgery.checkpoint import Checkpoint, LazyTensor, Progress, constant
 from surgery.checkpoint.tensors import derive
 from surgery.families import find, locate
-from surgery.proof.texts import TEXTS
 
 
 @dataclass(kw_only=True)
@@ -31,8 +31,8 @@ class Quality:
     """What was measured of one model.
 
     Args:
-        perplexity: by text.
-        agreement: with the first model that was measured, by text.
+        perplexity: by domain.
+        agreement: with the first model that was measured, by domain.
         not_finite: how many logits are NaN or Inf.
         zeros: by layer, without always-open neurons; NaN where a layer has no MLP of its own.
         zeros_of_all: by layer, with them.
@@ -54,49 +54,48 @@ class Quality:
         """The same with neurons that are always open."""
         return _mean(self.zeros_of_all)
 
+    @property
+    def mean(self) -> float:
+        """The geometric mean of the perplexity over all domains."""
+        return geometric_mean(self.perplexity.values())
+
+    def over(self, source: Quality) -> dict[str, float]:
+        """Return how many times the source's perplexity this is, by domain."""
+        return {domain: p / source.perplexity[domain] for domain, p in self.perplexity.items()}
+
 
 def _mean(zeros: Sequence[float]) -> float:
     known = [z for z in zeros if not math.isnan(z)]
     return sum(known) / len(known) if known else math.nan
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Texts:
-    """Sequences of all texts, of one length; `rows` are those of each text in `input_ids`."""
-
-    samples: Mapping[str, Sample]
-    input_ids: Tensor
-    mask: Tensor
-    rows: Mapping[str, slice]
+def geometric_mean(values: Iterable[float]) -> float:
+    """Return the geometric mean of positive numbers."""
+    logs = [math.log(value) for value in values]
+    return math.exp(math.fsum(logs) / len(logs))
 
 
-def texts(checkpoint: Checkpoint, tokens: int, sequence_length: int) -> Texts:
-    """Return `tokens` of each text of the package, in windows of `sequence_length`."""
-    samples: dict[str, Sample] = {}
-    for name in TEXTS:
-        samples[name] = sample_ids(
-            checkpoint,
-            tokens=tokens,
-            sequence_length=sequence_length,
-            texts=[{"evaluation": "builtin:speeches", "second": "builtin:encyclopaedia"}[name]],
-            mix=0.0,
-        )
-    rows, start = {}, 0
-    for name, sample in samples.items():
-        rows[name] = slice(start, start + len(sample.input_ids))
-        start = rows[name].stop
-    ids = torch.cat([s.input_ids for s in samples.values()])
-    return Texts(
-        samples=samples,
-        input_ids=ids,
-        mask=torch.cat([s.mask for s in samples.values()]),
-        rows=rows,
+def texts(
+    checkpoint: Checkpoint, tokens: int, sequence_length: int, chosen: Sequence[Text] = ()
+) -> Sample:
+    """Return up to `tokens` held-out tokens of each text, in windows of `sequence_length`.
+
+    The texts are the built-in domains where no other are `chosen`.
+    """
+    chosen, each = chosen or to_measure(), max(1, tokens // sequence_length)
+    return draw(
+        checkpoint,
+        chosen,
+        rows=each * len(chosen),
+        each=each,
+        sequence_length=sequence_length,
+        part="held_out",
     )
 
 
 def measure(
     models: Mapping[str, Checkpoint],
-    sample: Texts,
+    sample: Sample,
     *,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
@@ -111,14 +110,15 @@ def measure(
         quality = Quality(zeros=list(others), zeros_of_all=list(every))
         nll, chosen, quality.not_finite = _scores(walk, sample.input_ids)
         reference = chosen if reference is None else reference
-        for text, rows in sample.rows.items():
-            quality.perplexity[text] = math.exp(min(nll[rows].double().mean().item(), 700.0))
-            quality.agreement[text] = (chosen[rows] == reference[rows]).double().mean().item()
+        for number, domain in enumerate(sample.domains):
+            rows = sample.domain_of_row == number
+            quality.perplexity[domain] = math.exp(min(nll[rows].double().mean().item(), 700.0))
+            quality.agreement[domain] = (chosen[rows] == reference[rows]).double().mean().item()
         found[name] = quality
     return found
 
 
-def _zeros(walk: Walk, sample: Texts, progress: Progress) -> list[tuple[float, float]]:
+def _zeros(walk: Walk, sample: Sample, progress: Progress) -> list[tuple[float, float]]:
     """Run the walk to its end and return the fraction of zeros in each layer's products.
 
     It comes without the neurons that are always open, and with them.

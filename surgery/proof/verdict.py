@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from surgery.proof.texts import TEXTS
-
-DAMAGE = 1.5  # times the source's perplexity, above which a model is called damaged
+DAMAGE = 1.5  # times the source's perplexity in the mean, above which a model is called damaged
+DOMAIN, MEAN, WORST = "domain.", "domains.mean", "domains.worst"  # keys of rows
 FILES = {  # the checks of files and names, by what a summary calls them
     "shards_damaged": "shards",
     "stray_weights": "no other weights",
@@ -30,20 +29,16 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """The perplexity of the source and of the output on one text, a key of TEXTS."""
+    """The perplexity of the source and of the output on one domain."""
 
-    text: str
+    domain: str
     before: float
     after: float
-
-    @property
-    def ratio(self) -> float:
-        """How many times the source's perplexity that of the output is."""
-        return self.after / self.before
+    ratio: float
 
     def __str__(self) -> str:
         values = f"{figure(self.before)} → {figure(self.after)}"
-        return f"{values} on {TEXTS[self.text]} ({times(self.ratio)})"
+        return f"{values} on {self.domain} ({times(self.ratio)})"
 
 
 def rows_by_key(verification: Verification | None) -> dict[str, Row]:
@@ -53,29 +48,74 @@ def rows_by_key(verification: Verification | None) -> dict[str, Row]:
 
 
 def changes(verification: Verification | None) -> list[Change]:
-    """Return the change of perplexity on each text that it was measured on."""
+    """Return the change of perplexity on each domain that it was measured on."""
     rows = rows_by_key(verification)
-    found = []
-    for text in TEXTS:
-        pair = [rows.get(f"perplexity.{name}.{text}") for name in ("source", "output")]
-        if pair[0] and pair[1]:
-            before, after = float(pair[0]["value"]), float(pair[1]["value"])
-            found.append(Change(text=text, before=before, after=after))
-    return found
+    return [
+        Change(
+            domain=key.removeprefix(DOMAIN),
+            before=float(row["models"]["source"]["perplexity"]),
+            after=float(row["models"]["output"]["perplexity"]),
+            ratio=float(row["value"]),
+        )
+        for key, row in rows.items()
+        if key.startswith(DOMAIN)
+    ]
+
+
+def mean(verification: Verification | None) -> float | None:
+    """Return the geometric mean of the ratios over all domains; None where none was measured."""
+    row = rows_by_key(verification).get(MEAN)
+    return None if row is None else float(row["value"])
 
 
 def worst(verification: Verification | None) -> Change | None:
-    """Return the change on the text that lost most; None where none was measured."""
+    """Return the change on the domain that lost most; None where none was measured."""
     return max(changes(verification), key=lambda change: change.ratio, default=None)
 
 
-def damage(verification: Verification | None) -> str:
-    """Return a sentence that says plainly that the model is damaged; empty where it is not."""
-    lost = worst(verification)
-    if lost is None or not lost.ratio > DAMAGE:
+def cost(verification: Verification | None) -> str:
+    """Return what became of perplexity: the geometric mean over domains, and the worst.
+
+    It is empty where nothing was measured.
+    """
+    found, most, middle = changes(verification), worst(verification), mean(verification)
+    if most is None or middle is None:
         return ""
-    by = f"{times(lost.ratio)} the source's on {TEXTS[lost.text]}"
-    return f"Damaged: the output's perplexity is {by}"
+    if len(found) == 1:
+        return str(most)
+    mean_of = f"{times(middle)} in the geometric mean of {len(found)} domains"
+    return f"{mean_of}, {times(most.ratio)} at worst ({most.domain})"
+
+
+def damaged(verification: Verification | None) -> bool:
+    """Return whether the output costs so much, in the mean of all domains, that it is damaged."""
+    middle = mean(verification)
+    return middle is not None and not middle <= DAMAGE
+
+
+def missed(verification: Verification | None) -> float | None:
+    """Return the limit of the mean that the output misses; None where it misses none."""
+    row = rows_by_key(verification).get(MEAN)
+    return None if row is None or row["passed"] else float(row["limit"])
+
+
+def conclusion(verification: Verification | None, remedies: Sequence[str] = ()) -> str:
+    """Return the last line of a conversion: what it costs and, where that is much, what to try.
+
+    It is empty where nothing was measured, as for a conversion that keeps the function.
+
+    Args:
+        remedies: what to try where the quality is too bad.
+    """
+    costs, limit = cost(verification), missed(verification)
+    if not costs:
+        return ""
+    advice = f" Try next: {'; or '.join(remedies)}." if remedies else ""
+    if limit is not None:
+        return f"Perplexity {costs}: more than the {limit:g} times that are allowed.{advice}"
+    if damaged(verification):
+        return f"Damaged: perplexity {costs}.{advice}"
+    return f"Perplexity {costs}."
 
 
 def headline(verification: Verification) -> str:
@@ -85,10 +125,10 @@ def headline(verification: Verification) -> str:
         return "Not compared: the source's logits are NaN or Inf"
     if verification["exact"]:
         return _sameness(verification, rows)
-    found = changes(verification)
-    if not found:
+    costs = cost(verification)
+    if not costs:
         return "Another function: its quality was not measured, the files are not valid"
-    return f"Another function: perplexity {', '.join(map(str, found))}"
+    return f"Another function: perplexity {costs}"
 
 
 def _sameness(verification: Verification, rows: Mapping[str, Row]) -> str:
@@ -128,8 +168,13 @@ def measured_on(verification: Verification) -> str:
     size = f"{sample['sequences']} × {sample['length']} tokens, {sample['source']}"
     if verification["exact"]:
         return f"Compared on {size}"
-    also = " and as many of another domain" if len(changes(verification)) > 1 else ""
-    return f"Quality is measured, not judged: {size}{also}"
+    return f"Quality is measured{judged(verification)}: {size}"
+
+
+def judged(verification: Verification) -> str:
+    """Return ", not judged" where nothing was required of the quality."""
+    limited = "limit" in rows_by_key(verification).get(MEAN, {})
+    return " and held to a limit" if limited else ", not judged"
 
 
 def warnings(verification: Verification | None) -> Iterator[str]:

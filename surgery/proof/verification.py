@@ -16,8 +16,9 @@ limit and control. In fp64 two models of the same function differ by about 1e-13
 1e-7 where weights were folded and kept in fp32.
 
 Any other conversion is measured by what it costs (proof/quality.py): perplexity, agreement with the
-source and exact zeros, on text of two domains. Where it was repaired, the change without the repair
-is measured too. Routers that a conversion made are measured by proof/routing.py. All models are
+source and exact zeros, on held-out text of every domain. What counts is the ratio of perplexities,
+its geometric mean over the domains and the worst. Where the conversion was repaired, the change
+without the repair is measured too. Routers that a conversion made are measured by proof/routing.py. All models are
 walked layer by layer, so that none need fit in memory.
 """
 
@@ -35,16 +36,20 @@ from surgery.analysis.weigh import Tally, weigh
 from surgery.blocks.rules import RULES
 from surgery.calibration.data import Sample, sample_ids
 from surgery.calibration.stock import NameReport, check_names, parse_config, unknown_fields
+from surgery.calibration.texts import Text
 from surgery.checkpoint import Checkpoint, LazyTensor, Progress
 from surgery.checkpoint.row import Row
 from surgery.families import find, locate
 from surgery.proof import quality
 from surgery.proof.comparison import SHORT, Check, Comparison
 from surgery.proof.parity import Pair
+from surgery.proof.require import Require
 from surgery.proof.verdict import NOT_COMPARABLE
 
 LENGTH, WINDOW_MARGIN = 512, 64
-TOKENS = 2048  # of each text
+TOKENS = 2048  # for logits to be compared on
+# Tokens that quality is measured on: of each domain, of all where they are few, and of a window.
+EACH, ALL, WINDOW = 512, 4096, 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,9 +80,18 @@ class Verification:
         }
 
 
-def require_text(source: Checkpoint, output: Checkpoint) -> None:
+def require_text(source: Checkpoint, output: Checkpoint, texts: Sequence[Text] = ()) -> None:
     """Raise SurgeryError where the text that a verification runs cannot be had, or not embedded."""
-    quality.texts(source, TOKENS, sequence_length(source, output, exact=output.exact))
+    length = sequence_length(source, output, exact=output.exact)
+    if output.exact:
+        sample_ids(source, tokens=TOKENS, sequence_length=length)
+    else:
+        quality.texts(source, tokens_each(texts), length, texts)
+
+
+def tokens_each(texts: Sequence[Text]) -> int:
+    """Return how many tokens of each text quality is measured on, by default the built-in ones."""
+    return max(EACH, ALL // len(texts)) if texts else EACH
 
 
 def verify(
@@ -88,7 +102,9 @@ def verify(
     layers: Sequence[int] | None = None,
     beside: Mapping[str, Checkpoint] | None = None,
     checks: Iterable[Check] = (),
-    tokens: int = TOKENS,
+    texts: Sequence[Text] = (),
+    require: Require | None = None,
+    tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     first: Iterable[Row] = (),
@@ -109,7 +125,9 @@ def verify(
         beside: further models by name, whose quality is shown beside that of the two, like the
             change of an activation without its repair. Ignored where `exact`.
         checks: what the operations of the conversion check themselves.
-        tokens: how many tokens of each text are run.
+        texts: those that quality is measured on; by default the built-in ones of all domains.
+        require: limits of the quality, beyond which the verification fails.
+        tokens: how many tokens are run; of each text, where quality is measured.
         first: rows of checks that were made before; they come first.
         allow_nonfinite: whether a source whose logits are NaN or Inf, with which nothing can be
             compared, passes all the same.
@@ -121,18 +139,22 @@ def verify(
         exact=exact,
         dtype=dtype,
         device=device,
-        tokens=tokens,
+        tokens=tokens or (TOKENS if exact else tokens_each(texts)),
         allow_nonfinite=allow_nonfinite,
         progress=progress,
     )
     names = [*name_rows(check_names(source), check_names(output)), *unknown_rows(output)]
     rows, sample = [*first, *names], None
     if all(row.passed for row in names):
-        measured = _exactness(pair, layers) if exact else _quality(pair, beside or {})
+        if exact:
+            measured = _exactness(pair, layers)
+        else:
+            measured = _quality(pair, beside or {}, texts, require or Require())
         sample = measured.sample
         rows += measured.rows
         if all(row.passed for row in measured.rows) and not _uncomparable(measured.rows):
-            rows += [row for check in checks for row in check(pair, sample.input_ids)]
+            some = sample.input_ids if exact else sample.rows(slice(len(sample.domains))).input_ids
+            rows += [row for check in checks for row in check(pair, some)]
     name = str(dtype).removeprefix("torch.")
     return Verification(rows=tuple(rows), exact=exact, dtype=name, sample=sample)
 
@@ -163,43 +185,34 @@ def _exactness(pair: Comparison, layers: Sequence[int] | None) -> _Measured:
     return _Measured(rows=rows, sample=sample)
 
 
-def _quality(pair: Comparison, beside: Mapping[str, Checkpoint]) -> _Measured:
+def _quality(
+    pair: Comparison,
+    beside: Mapping[str, Checkpoint],
+    texts: Sequence[Text],
+    require: Require,
+) -> _Measured:
     """Measure the quality of the source, of the models beside it and of the output."""
     length = sequence_length(pair.source, pair.output, exact=False)
-    texts = quality.texts(pair.source, pair.tokens, length)
+    sample = quality.texts(pair.source, pair.tokens, length, texts)
     models = {"source": pair.source, **beside, "output": pair.output}
     found = quality.measure(
-        models, texts, dtype=pair.dtype, device=pair.device, progress=pair.progress
+        models, sample, dtype=pair.dtype, device=pair.device, progress=pair.progress
     )
-    rows = list(_quality_rows(found, texts, pair.allow_nonfinite))
+    rows = list(_quality_rows(found, sample, require, pair.allow_nonfinite))
     if found["source"].not_finite == 0:
         rows += savings_rows(pair.output, found["output"].zeros)
-    return _Measured(rows=rows, sample=texts.samples["evaluation"])
+    return _Measured(rows=rows, sample=sample)
 
 
 def _quality_rows(
-    found: Mapping[str, quality.Quality], texts: quality.Texts, allow_nonfinite: bool
+    found: Mapping[str, quality.Quality], sample: Sample, require: Require, allow_nonfinite: bool
 ) -> Iterator[Row]:
     """Say what was measured of the models in `found`, of which "source" and "output" are two."""
     if found["source"].not_finite:
         yield _not_comparable(found["source"].not_finite, allow_nonfinite)
         return
     yield _finite_output(found["output"].not_finite)
-    for text, sample in texts.samples.items():
-        detail = (f"{sample.input_ids.numel() - len(sample.input_ids)} tokens", sample.source)
-        for name, q in found.items():
-            yield Row(
-                key=f"perplexity.{name}.{text}",
-                check=f"perplexity of the {name}, {quality.TEXTS[text]}",
-                value=q.perplexity[text],
-                detail=detail,
-            )
-    for text in texts.samples:
-        yield Row(
-            key=f"agreement.{text}",
-            check=f"next tokens that agree with the source's, {quality.TEXTS[text]}",
-            value=found["output"].agreement[text],
-        )
+    yield from domain_rows(found, sample, require)
     for name in ("source", "output"):
         if not math.isnan(found[name].sparsity):
             of_all = found[name].sparsity_of_all
@@ -211,6 +224,50 @@ def _quality_rows(
                 detail=(f"{of_all:.1%} with the always-open neurons",) if open_too else (),
                 layers=tuple((i, round(z, 4)) for i, z in enumerate(found[name].zeros)),
             )
+
+
+def domain_rows(
+    found: Mapping[str, quality.Quality], sample: Sample, require: Require
+) -> Iterator[Row]:
+    """Yield the ratio of perplexities on each domain, then the worst, then the geometric mean.
+
+    The mean is held to what is required of it.
+    """
+    ratios = found["output"].over(found["source"])
+    length = sample.input_ids.shape[1] - 1
+    for domain, ratio in ratios.items():
+        yield Row(
+            key=f"domain.{domain}",
+            check=f"perplexity over the source's, {domain}",
+            value=ratio,
+            detail=(f"{sample.row_domains.count(domain) * length} tokens",),
+            models={n: _measured_of(q, domain) for n, q in found.items()},
+        )
+    worst = max(ratios, key=lambda domain: ratios[domain])
+    yield Row(
+        key="domains.worst",
+        check="perplexity over the source's, worst domain",
+        value=ratios[worst],
+        detail=(worst,),
+        models={n: _measured_of(q, worst) for n, q in found.items()},
+    )
+    mean, limit = quality.geometric_mean(ratios.values()), require.max_perplexity
+    yield Row(
+        key="domains.mean",
+        check="perplexity over the source's, geometric mean over domains",
+        value=mean,
+        relation="" if limit is None else "<=",
+        limit=limit,
+        passed=limit is None or mean <= limit,
+        models={
+            n: {"perplexity": q.mean, "agreement": sum(q.agreement.values()) / len(ratios)}
+            for n, q in found.items()
+        },
+    )
+
+
+def _measured_of(found: quality.Quality, domain: str) -> dict[str, float]:
+    return {"perplexity": found.perplexity[domain], "agreement": found.agreement[domain]}
 
 
 def _finite_output(count: int) -> Row:
@@ -342,7 +399,7 @@ def sequence_length(source: Checkpoint, output: Checkpoint, exact: bool) -> int:
     configs = [parse_config(c).get_text_config() for c in (source, output)]
     positions = min(getattr(c, "max_position_embeddings", None) or 2**31 for c in configs)
     windows = [w for w in map(_window, configs) if w < positions]
-    length = max([LENGTH, *(w + WINDOW_MARGIN for w in windows)]) if exact else LENGTH
+    length = max([LENGTH, *(w + WINDOW_MARGIN for w in windows)]) if exact else WINDOW
     return min(length, positions - 1)
 
 
@@ -370,13 +427,14 @@ def _rows(pair: Pair, sample: Sample, allow_nonfinite: bool) -> Iterator[Row]:
     yield from _parity(pair)
     if sample.text:
         windows = f"{compared.scored} tokens in windows of {sample.input_ids.shape[1]}"
-        for i, name in enumerate(("source", "output")):
-            yield Row(
-                key=f"perplexity.{name}.evaluation",
-                check=f"perplexity of the {name}",
-                value=compared.perplexity(i),
-                detail=(windows, sample.source),
-            )
+        both = [compared.perplexity(i) for i in (0, 1)]
+        yield Row(
+            key="perplexity",
+            check="perplexity of the output",
+            value=both[1],
+            detail=(windows, sample.source),
+            models={"source": {"perplexity": both[0]}, "output": {"perplexity": both[1]}},
+        )
 
 
 def _parity(pair: Pair) -> Iterator[Row]:

@@ -116,7 +116,7 @@ def render(
         files_checked=verdict.files_checked(verification) if verification else "",
         ignored=verdict.ignored_fields(verification),
         sample=(verification or {}).get("sample") or {},
-        texts=len(verdict.changes(verification)),
+        judged=verdict.judged(verification) if verification else "",
         compared=verdict.compared(verification),
         trust=output.custom_code,
         finetune=(folder / "finetune").is_dir(),
@@ -156,15 +156,10 @@ def _cost(record: Mapping[str, Any]) -> str:
         return f"It {claim} what its source does; that was not checked: {why}."
     if record["exact"]:
         return f"It computes what its source does. {verdict.headline(verification)}."
-    found = verdict.changes(verification)
-    if not found:
+    costs = verdict.cost(verification)
+    if not costs:
         return "What it costs in quality could not be measured."
-    costs = " and ".join(
-        f"{verdict.times(c.ratio)} on {verdict.TEXTS[c.text]} "
-        f"({verdict.figure(c.before)} → {verdict.figure(c.after)})"
-        for c in found
-    )
-    damaged = " It is damaged until it is trained." if verdict.damage(verification) else ""
+    damaged = " It is damaged until it is trained." if verdict.damaged(verification) else ""
     return f"Perplexity against its source: {costs}.{damaged}"
 
 
@@ -324,24 +319,42 @@ _WEIGHED: tuple[tuple[str, Any], ...] = (
 def _measured(verification: Mapping[str, Any] | None) -> list[TableRow]:
     """Return what the verification found of the source and of the output, in its order."""
     rows = verdict.rows_by_key(verification)
-    return [found for key in rows if (found := _compared(key, rows)) is not None]
+    compared = [found for key in rows if (found := _compared(key, rows)) is not None]
+    return compared + ([_agreement(rows[verdict.MEAN])] if verdict.MEAN in rows else [])
 
 
 def _compared(key: str, rows: Mapping[str, Any]) -> TableRow | None:
     """Return the line of the table for the row of this key; None where it has none."""
     row, kind = rows[key], key.partition(".")[0]
     what = prose(str(row["check"]))
-    if kind in ("perplexity", "zeros"):
+    if kind in ("perplexity", "domain") or key == verdict.MEAN:
+        return _perplexity(key, row)
+    if kind == "zeros":
         if ".output" not in key:
             return None
         source = rows.get(key.replace(".output", ".source"))
-        shown = verdict.share if kind == "zeros" else verdict.figure
-        before = shown(source["value"]) if source else ""
+        before = verdict.share(source["value"]) if source else ""
         label = what.replace(" of the output", "")
-        return TableRow(what=label, before=before, after=shown(row["value"]))
-    if kind in ("agreement", "left"):
+        return TableRow(what=label, before=before, after=verdict.share(row["value"]))
+    if kind == "left":
         return TableRow(what=what, before="100%", after=verdict.share(row["value"]))
     if key == "logits.difference":
         at_most = f"{what}, at most {verdict.small(row['limit'])}"
         return TableRow(what=at_most, before="0", after=verdict.small(row["value"]))
     return None
+
+
+def _perplexity(key: str, row: Mapping[str, Any]) -> TableRow:
+    """Return the line of one domain, or of the geometric mean of all."""
+    before, after = (row["models"][name]["perplexity"] for name in ("source", "output"))
+    of = {"perplexity": "", verdict.MEAN: ", geometric mean"}.get(key)
+    what = f"perplexity{f', {key.removeprefix(verdict.DOMAIN)}' if of is None else of}"
+    ratio = "" if key == "perplexity" else f" ({verdict.times(float(row['value']))})"
+    return TableRow(
+        what=prose(what), before=verdict.figure(before), after=f"{verdict.figure(after)}{ratio}"
+    )
+
+
+def _agreement(mean: Mapping[str, Any]) -> TableRow:
+    share = verdict.share(mean["models"]["output"]["agreement"])
+    return TableRow(what="next tokens as the source's", before="100%", after=share)

@@ -60,6 +60,11 @@ _SCHEMA: Schema = {
         "recipe": {"type": "array", "items": _STEP},
         "layers": {"type": "array", "items": {"type": "integer"}},
         "notes": {"type": "array", "items": _TEXT},
+        "require": {
+            "type": "object",
+            "properties": {"max_perplexity": {"type": "number"}},
+            "additionalProperties": False,
+        },
         "verification": {"type": ["object", "null"]},
         "finetune": {
             "type": "object",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +14,7 @@ from surgery import finetune as training
 from surgery import operations
 from surgery.checkpoint import Checkpoint, Plan, make_plan
 from surgery.errors import SurgeryError
+from surgery.proof.require import Require
 from surgery.report import card
 from surgery.storage import (
     Written,
@@ -28,7 +29,7 @@ from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.recipe import dump, recipe_of
 from surgery.workflow.record import make_record, notes_of, read_record
 from surgery.workflow.settle import prepare, settle
-from surgery.workflow.verify import verify_folder
+from surgery.workflow.verify import texts_of, verify_folder
 
 if TYPE_CHECKING:
     from surgery.proof.verification import Verification
@@ -42,8 +43,7 @@ class Result:
     """A finished conversion: where it is, what was done, what the verification found.
 
     `verification` is None where it was left out; `resumed` counts shards of an earlier run.
-    `advice` is what whoever converts may try instead, `remedies` what to try where the quality is
-    too bad; `has_zeros` says whether skipping them may pay.
+    `advice` is what whoever converts may try instead; `has_zeros` says whether skipping them may pay.
     """
 
     folder: Path
@@ -53,7 +53,6 @@ class Result:
     already: bool = False
     notes: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
-    remedies: list[str] = field(default_factory=list)
     custom_code: bool = False
     has_zeros: bool = False
 
@@ -69,6 +68,7 @@ class _Run:
     max_shard_size: int | None
     hardlink: bool
     verify: bool
+    require: Require
     finetune: Mapping[str, Any]
     command: str
     observer: Observer
@@ -83,6 +83,7 @@ def convert(
     max_shard_size: int | None = None,
     hardlink: bool = False,
     verify: bool = True,
+    require: Require | None = None,
     allow_nonfinite: bool = False,
     finetune: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
@@ -101,6 +102,7 @@ def convert(
     4. The first process records the output and verifies it.
 
     Args:
+        require: what the verification is to find for the output to pass.
         allow_nonfinite: let a source pass whose logits are NaN or Inf, so that nothing is compared.
         finetune: options that the script in finetune/ is to have by itself.
 
@@ -116,6 +118,7 @@ def convert(
         max_shard_size=max_shard_size,
         hardlink=hardlink,
         verify=verify,
+        require=require or Require(),
         finetune=finetune or {},
         command=command,
         observer=observer,
@@ -133,11 +136,7 @@ def convert(
         written = None if already else _finished(run, _write(run))
         shutil.rmtree(scratch(out), ignore_errors=True)
         fresh = [n for n, digest in written.digests.items() if digest] if written else ()
-        found = (
-            verify_folder(source, out, trust_remote_code, observer, fresh, allow_nonfinite)
-            if verify
-            else None
-        )
+        found = _verified(run, fresh, trust_remote_code, allow_nonfinite) if verify else None
     return Result(
         folder=out,
         record=read_record(out),
@@ -146,9 +145,24 @@ def convert(
         already=already,
         notes=notes_of(output),
         advice=[a for step in output.steps for a in step.advice],
-        remedies=_remedies(output),
         custom_code=output.custom_code,
         has_zeros=any(r.makes_zeros for s in output.steps if (r := operations.known(s.operation))),
+    )
+
+
+def _verified(
+    run: _Run, fresh: Iterable[str], trust_remote_code: bool, allow_nonfinite: bool
+) -> Verification:
+    """Verify what was written; its texts are where the command has them, not where its record does."""
+    return verify_folder(
+        run.source,
+        run.out,
+        trust_remote_code,
+        run.observer,
+        fresh,
+        allow_nonfinite,
+        require=run.require,
+        texts=texts_of(step.asked for step in run.output.steps),
     )
 
 
@@ -159,13 +173,6 @@ def _settled(run: _Run) -> _Run:
     run.group.first(partial(_is_there, run))
     output = settle(run.output, scratch(run.out), run.observer, run.group)
     return replace(run, output=output, plan=make_plan(output, run.max_shard_size))
-
-
-def _remedies(output: Checkpoint) -> list[str]:
-    """Return what to try where the quality is too bad, each once."""
-    records = ((operations.known(s.operation), s) for s in output.steps)
-    each = (remedy for r, s in records if r for remedy in r.remedies(s.asked))
-    return list(dict.fromkeys(each))
 
 
 def convert_alone(source: Checkpoint, output: Checkpoint, out: Path, **options: Any) -> Result:
@@ -224,7 +231,9 @@ def _finished(run: _Run, written: Written) -> Written:
     """Write what stands beside the weights; the card only where no verification will write it."""
     output, finetune = run.output, run.finetune
     size = run.max_shard_size
-    made = recipe_of(output, max_shard_size=size, finetune=finetune, folder=run.out)
+    made = recipe_of(
+        output, max_shard_size=size, require=run.require, finetune=finetune, folder=run.out
+    )
     record = make_record(output, run.plan, written.digests, run.command, finetune, run.out)
     record["notes"] += filter(None, [card.unread(run.source)])
     text = f"# surgery run {RECIPE} --out FOLDER\n{dump(made)}"

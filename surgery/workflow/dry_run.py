@@ -24,12 +24,14 @@ from surgery.storage.writer import RECORD, sources
 from surgery.workflow.checks import check_request, check_run
 from surgery.workflow.convert import BASE_MEMORY, RECIPE
 from surgery.workflow.record import make_record, notes_of
+from surgery.workflow.verify import texts_of
 
 PROBE = 32 << 20  # bytes written to measure the disk
 USUAL_DISK = 5e8  # bytes a second, where the disk cannot be measured
 CORE, GPU = 2e10, 5e13  # FLOPs a second: of a CPU core in fp32, and of a GPU in bf16
 PASSES = 6  # of the calibration text through the model, as much work as two passes and the fits are
-VERIFIED = 2048  # tokens of each text
+VERIFIED = 2048  # tokens whose logits are compared
+MEASURED, LEAST = 512, 4096  # tokens of each domain, and of all, that quality is measured on
 
 
 def describe(
@@ -110,7 +112,8 @@ def _time(
     if output.exact:
         verified = VERIFIED * (before + after)
     else:
-        verified = 2 * VERIFIED * (before + after * (1 + bool(fitted)))
+        texts = len(texts_of(step.asked for step in output.steps))
+        verified = max(LEAST, texts * MEASURED) * (before + after * (1 + bool(fitted)))
     return {
         "calibrating": tokens * PASSES * before / compute,
         "writing": plan.nbytes / disk,

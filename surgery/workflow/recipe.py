@@ -30,6 +30,7 @@ from surgery.checkpoint import Checkpoint, schema
 from surgery.checkpoint.parsing import is_number
 from surgery.demo import DEMO, MODEL
 from surgery.errors import SurgeryError, UsageError
+from surgery.proof.require import Require
 from surgery.quoting import printable
 from surgery.storage import open_checkpoint
 from surgery.storage.record import seen_from
@@ -64,6 +65,7 @@ class Recipe:
         dtype: convert weights to bf16, fp16 or fp32 while writing.
         max_shard_size: largest shard, like 5GB or 500MB.
         verify: prove the output against its source.
+        require: what the verification is to find for the output to pass, and to be pushed.
         finetune: options of the script that the output brings, which it then has by itself, like
             max_steps: 2000.
         push: publish the output on the Hub.
@@ -77,6 +79,7 @@ class Recipe:
     dtype: str | None = None
     max_shard_size: str | int | None = None
     verify: bool = True
+    require: Require | None = None
     finetune: dict[str, str | int | float | bool] = field(default_factory=dict)
     push: Push | None = None
 
@@ -152,7 +155,19 @@ def parse(text: str, name: str, changes: Sequence[str] = ()) -> Recipe:
     push = push and Push(**({"repo": push} if isinstance(push, str) else push))
     operations = tuple(_entry(e) for e in data["operations"])
     parts = {key: data.get(key) or {} for key in ("calibration", "finetune")}
-    return Recipe(**{**data, **parts, "operations": operations, "push": push})
+    require = _required(data.get("require"), lines, name)
+    return Recipe(**{**data, **parts, "operations": operations, "push": push, "require": require})
+
+
+def _required(
+    found: Mapping[str, Any] | None, lines: Mapping[schema.Keys, str], name: str
+) -> Require | None:
+    """Return what a recipe requires. Raises SurgeryError with its line for a number that is none."""
+    try:
+        return Require.of(found) if found else None
+    except UsageError as e:
+        where = lines.get(("require",), name)
+        raise SurgeryError(f"{where}: {e.message}", e.hint) from None
 
 
 def _of_what(path: schema.Keys, data: Mapping[str, Any]) -> str:
@@ -275,6 +290,7 @@ def recipe_of(
     *,
     max_shard_size: int | None = None,
     verify: bool = True,
+    require: Require | None = None,
     finetune: Mapping[str, Any] | None = None,
     push: Push | None = None,
     folder: Path | None = None,
@@ -298,6 +314,7 @@ def recipe_of(
         operations=tuple(_with_paths(entry, place) for entry in entries),
         max_shard_size=max_shard_size,
         verify=verify,
+        require=require if require and require.as_dict() else None,
         finetune=dict(finetune or {}),
         push=push,
     )
@@ -340,8 +357,9 @@ def dump(recipe: Recipe) -> str:
         Dumper.add_representer(kind, represent_list)
     values = ((f, getattr(recipe, f.name)) for f in fields(recipe))
     data = {f.name: value for f, value in values if value not in (None, {}, f.default)}
-    if recipe.push:
-        data["push"] = asdict(recipe.push)
+    for key, part in (("push", recipe.push), ("require", recipe.require)):
+        if part:
+            data[key] = asdict(part)
     form: dict[str, Any] = {"Dumper": Dumper, "sort_keys": False, "width": 120}
     made = str(yaml.dump(data, allow_unicode=True, **form))
     plain = made == printable(made, lines=True)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery import operations
+from surgery.calibration.settings import Calibration
+from surgery.calibration.texts import Text, is_here, moved, to_measure
 from surgery.checkpoint import Checkpoint
 from surgery.checkpoint.row import Row
 from surgery.errors import SurgeryError
 from surgery.families.classes import without_head
 from surgery.operations.operation import Operation, Parameters
 from surgery.proof.integrity import damaged_shards, nonfinite, stray_weights
+from surgery.proof.require import Require
 from surgery.report import card
 from surgery.storage import finish, open_checkpoint
 from surgery.storage.digest import Digest
@@ -31,6 +35,9 @@ def verify_folder(
     observer: Observer | None = None,
     fresh: Iterable[str] = (),
     allow_nonfinite: bool = False,
+    require: Require | None = None,
+    texts: Sequence[Text] = (),
+    tokens: int | None = None,
 ) -> Verification:
     """Verify the output in `folder` against its source; write the result into its surgery.json.
 
@@ -39,10 +46,14 @@ def verify_folder(
     3. The record and the card are written.
 
     `fresh` are shards that were hashed while this very run wrote them. With `allow_nonfinite` a
-    source whose logits are NaN or Inf passes, although nothing can be compared with it.
+    source whose logits are NaN or Inf passes, although nothing can be compared with it. `texts` are
+    those that quality is measured on, by default the ones of the record, `tokens` of each; what the
+    record requires of it holds unless `require` says otherwise.
     """
     observer = observer or Silent()
     record = read_record(folder)
+    require = require or Require.of(record.get("require"))
+    record |= {"require": require.as_dict()} if require.as_dict() else {}
     require_trust(source, trust_remote_code)
     rows, digests = check_files(source, folder, record["shards"], fresh, observer)
     from surgery.proof.verification import Verification  # torch and transformers
@@ -53,7 +64,17 @@ def verify_folder(
         output = open_checkpoint(folder)
         require_trust(output, trust_remote_code)
         with observer.stage("verifying", 0, "layer") as progress:
-            verification = _verified(source, output, record, rows, allow_nonfinite, progress)
+            verification = _verified(
+                source,
+                output,
+                record,
+                first=rows,
+                allow_nonfinite=allow_nonfinite,
+                require=require,
+                texts=texts or recorded_texts(record, folder),
+                tokens=tokens,
+                progress=progress,
+            )
     for name, digest in digests.items():
         record["shards"][name] |= digest
     record["verification"] = verification.as_dict()
@@ -65,10 +86,9 @@ def _verified(
     source: Checkpoint,
     output: Checkpoint,
     record: Mapping[str, Any],
-    rows: list[Row],
-    allow_nonfinite: bool,
-    progress: Any,
+    **options: Any,
 ) -> Verification:
+    """Verify the output with what its operations bring; `options` are those of `verify`."""
     from surgery.proof.verification import verify
 
     steps = _steps(record)
@@ -79,10 +99,31 @@ def _verified(
         layers=record["layers"] or None,
         beside=_beside(source, output, steps),
         checks=[check for operation, p in steps for check in operation.checks(p)],
-        first=rows,
-        allow_nonfinite=allow_nonfinite,
-        progress=progress,
+        **options,
     )
+
+
+def texts_of(steps: Iterable[Parameters], whole: Sequence[str] = ()) -> list[Text]:
+    """Return the texts to measure quality on: the built-in ones, and those that steps were fitted to.
+
+    `whole` are texts that nothing was fitted on.
+    """
+    found = [Calibration.of(p["calibration"]) for p in steps if p.get("calibration")]
+    return to_measure([(c.texts, c.datasets, c.mix) for c in found], whole)
+
+
+def recorded_texts(
+    record: Mapping[str, Any], folder: Path, whole: Sequence[str] = ()
+) -> list[Text]:
+    """Return the texts to measure an output on; those of its record that are gone are left out."""
+    steps = []
+    for step in record["recipe"]:
+        calibration = Calibration.of(step.get("calibration"))
+        placed = [moved(text, lambda path: str(folder / path)) for text in calibration.texts]
+        here = [t for t in placed if is_here(t)]
+        kept = replace(calibration, text=here, mix=calibration.mix if here else None)
+        steps.append({"calibration": kept})
+    return texts_of(steps, whole)
 
 
 def _steps(record: Mapping[str, Any]) -> list[tuple[Operation, Parameters]]:
@@ -110,7 +151,7 @@ def require_verifiable(source: Checkpoint, output: Checkpoint) -> None:
     from surgery.proof.verification import require_text
 
     _require_names(source, output)
-    require_text(source, output)
+    require_text(source, output, texts_of(step.asked for step in output.steps))
 
 
 def _require_names(source: Checkpoint, output: Checkpoint) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 
 def test_the_demo_upcycles_and_relufies(call: Any, tmp_path: Path) -> None:
     """The upcycled model is the source's function; what the relufied one costs is said."""
     done = call("demo", "--out", tmp_path / "demo", "--json")
     assert done.code == 0, done.err
     source, upcycled, relufied = done.json
-    assert upcycled["perplexity"] == pytest.approx(source["perplexity"], rel=1e-4)
-    assert 20 < source["perplexity"] < relufied["perplexity"] < 40
+    assert upcycled["perplexity"] is None
+    assert 30 < source["perplexity"] < relufied["perplexity"] < 1.1 * source["perplexity"]
     assert upcycled["parameters"] == 18_003_264 and upcycled["active_parameters"] == 5_616_960
     assert upcycled["max_logit_difference"] < 1e-4 and relufied["max_logit_difference"] is None
     assert (tmp_path / "demo/upcycled/model.safetensors").is_file()

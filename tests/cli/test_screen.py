@@ -226,10 +226,11 @@ def test_damage_is_called_by_its_name(call: Call, tmp_path: Path) -> None:
     options = ("--activation", "shifted", "--threshold", "3", "--repair", "none")
     ran = call("relufy", MODEL, *options, "--out", tmp_path / "out")
     assert ran.code == 0 and "passed" not in ran.out
-    assert ran.out.startswith("wrote ") and "\nAnother function: perplexity 25.9 → " in ran.out
-    verification, _, following = ran.out.partition("\nNext:\n")
-    assert "\nDamaged: the output's perplexity is × " in verification and following
-    assert "\ntry: a repair: --repair ridge\n" in verification
+    assert ran.out.startswith("wrote ") and "\nAnother function: perplexity × " in ran.out
+    last = ran.out.partition("\nNext:\n")[2].splitlines()[-1]
+    assert last.startswith("Damaged: perplexity × ") and " domains, × " in last
+    assert "Try next: a repair: --repair ridge; or " in last
+    assert "perplexity, mean of 12 domains" in ran.out and "perplexity, worst: " in ran.out
 
 
 def test_the_plan_has_a_rough_time(call: Call, model: Path) -> None:

@@ -19,6 +19,7 @@ import transformers
 from models import save_model
 
 from surgery.calibration.settings import Calibration
+from surgery.calibration.texts import to_measure
 from surgery.checkpoint import Checkpoint, make_plan
 from surgery.demo import MODEL
 from surgery.errors import SurgeryError, UsageError
@@ -194,8 +195,11 @@ def checkpoint_of(name: str, folder: Path) -> Checkpoint:
 # --- whole models ---------------------------------------------------------------------------------
 
 
+SPEECHES = to_measure([(["builtin:speeches"], [], 0.0)])
+
+
 def measured(*models: Checkpoint) -> list[quality.Quality]:
-    sample = quality.texts(models[0], 512, 64)
+    sample = quality.texts(models[0], 512, 64, SPEECHES)
     return list(quality.measure({str(i): m for i, m in enumerate(models)}, sample).values())
 
 
@@ -253,22 +257,19 @@ def test_shifted_relu_is_stock_where_the_family_has_biases(name: str, tmp_path: 
 
 
 def test_the_demo_model_is_repaired() -> None:
-    """A trained model: the swap costs 8% of perplexity, and the repair takes most of that away;
-    relu stays stock.
+    """A trained model: the swap costs 8% of perplexity, and the repair takes most of that away, also
+    on text unlike the rest; relu stays stock.
     """
     source = open_checkpoint(MODEL)
-    output = relufy(source, bypass="none", calibration={"tokens": 4096, "dtype": "fp32"})
+    output = relufy(source, bypass="none", calibration={"tokens": 6144, "dtype": "fp32"})
     assert output.config == dict(source.config) | {"hidden_act": "relu"} and not output.custom_code
-    sample = quality.texts(source, 2048, 512)
+    sample = quality.texts(source, 256, 256)
     models = {"source": source, "swap": quality.plain_swap(source, output), "output": output}
     found = quality.measure(models, sample)
-    for text in quality.TEXTS:
-        ratio = {
-            name: q.perplexity[text] / found["source"].perplexity[text] for name, q in found.items()
-        }
-        left = {"evaluation": 0.5, "second": 0.9}[text]  # of what the swap cost
-        assert ratio["swap"] > 1.03 and ratio["output"] < 1 + left * (ratio["swap"] - 1)
-    assert found["output"].sparsity > 0.55 and found["output"].agreement["evaluation"] > 0.87
+    ratios = {name: q.over(found["source"]) for name, q in found.items()}
+    mean = {name: quality.geometric_mean(by.values()) for name, by in ratios.items()}
+    assert mean["swap"] > 1.1 and mean["output"] < 1.03 and max(ratios["output"].values()) < 1.1
+    assert found["output"].sparsity > 0.55 and min(found["output"].agreement.values()) > 0.8
 
 
 def test_a_bypass_mends_more_and_is_written_as_fitted(tmp_path: Path) -> None:
@@ -291,8 +292,7 @@ def test_a_bypass_mends_more_and_is_written_as_fitted(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "out"), bypassed[1], quality.plain_swap(source, bypassed[1])
     )
     assert (
-        full.perplexity["evaluation"] < swap.perplexity["evaluation"]
-        and abs(low.sparsity - 0.8) < 0.02
+        full.perplexity["speeches"] < swap.perplexity["speeches"] and abs(low.sparsity - 0.8) < 0.02
     )
     errors = [
         o.steps[-1].work.report["0"]["repaired"]
@@ -301,7 +301,7 @@ def test_a_bypass_mends_more_and_is_written_as_fitted(tmp_path: Path) -> None:
     ]
     assert errors == sorted(errors)
     again = measured(quality.plain_swap(source, plain))[0]
-    assert swap.perplexity["evaluation"] == pytest.approx(again.perplexity["evaluation"], rel=0.01)
+    assert swap.perplexity["speeches"] == pytest.approx(again.perplexity["speeches"], rel=0.01)
 
 
 def test_one_layer_and_stage_two(tmp_path: Path) -> None:

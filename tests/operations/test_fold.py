@@ -47,7 +47,7 @@ def test_a_model_with_code_becomes_a_stock_one(name: str, tmp_path: Path) -> Non
     )
     assert {k: v for k, v in info.items() if v} == {}
     models = {"code": before, "stock": open_checkpoint(tmp_path / "out")}
-    found = quality.measure(models, quality.texts(source, 512, 64))
+    found = quality.measure(models, quality.texts(source, 64, 64))
     for text, perplexity in found["code"].perplexity.items():
         assert found["stock"].perplexity[text] == pytest.approx(perplexity, rel=0.05)
         assert found["stock"].agreement[text] > 0.8

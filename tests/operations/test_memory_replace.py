@@ -274,11 +274,8 @@ def test_perplexity_of_the_demo_model_by_init() -> None:
     for made in models.values():
         if (work := made.steps[-1].work) is not None:
             work.folder()
-    found = quality.measure({"source": checkpoint, **models}, quality.texts(checkpoint, 512, 128))
-    ratio = {
-        n: q.perplexity["evaluation"] / found["source"].perplexity["evaluation"]
-        for n, q in found.items()
-    }
+    found = quality.measure({"source": checkpoint, **models}, quality.texts(checkpoint, 128, 128))
+    ratio = {n: quality.geometric_mean(q.over(found["source"]).values()) for n, q in found.items()}
     assert ratio["slots"] < ratio["fit"] < ratio["zero"] and ratio["slots"] < 1.2, ratio
     assert ratio["random"] > 5 * ratio["slots"], ratio
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -19,30 +20,52 @@ def verification(exact: bool, **rows: Any) -> dict[str, Any]:
     return {"exact": exact, "dtype": "float32", "sample": sample, "passed": True, "rows": found}
 
 
-def quality(*perplexities: float) -> dict[str, Any]:
-    """A verification with the source's and output's perplexity on one text, or on both."""
-    keys = [f"perplexity__{who}__{t}" for t in verdict.TEXTS for who in ("source", "output")]
-    return verification(
-        False, **{k: {"value": v} for k, v in zip(keys, perplexities, strict=False)}
-    )
+def quality(limit: float | None = None, **ratios: float) -> dict[str, Any]:
+    """A verification of a source with perplexity 20 on every domain."""
+    mean = math.prod(ratios.values()) ** (1 / len(ratios))
+    bound = {} if limit is None else {"limit": limit, "passed": mean <= limit}
+    models = {
+        d: {"source": {"perplexity": 20}, "output": {"perplexity": 20 * r}}
+        for d, r in ratios.items()
+    }
+    rows = {f"domain__{d}": {"value": r, "models": models[d]} for d, r in ratios.items()}
+    return verification(False, **rows, domains__mean={"value": mean} | bound)
 
 
 def test_a_changed_function_leads_with_what_it_costs() -> None:
-    found = quality(28.91, 58.3, 57.2, 661.4)
-    assert verdict.headline(found) == (
-        "Another function: perplexity 28.9 → 58.3 on held-out speeches (× 2.02), "
-        "57.2 → 661 on another domain (× 11.6)"
-    )
-    assert verdict.damage(found) == (
-        "Damaged: the output's perplexity is × 11.6 the source's on another domain"
-    )
+    found = quality(speeches=1.0, c=1.21, german=1.331)
+    costs = "perplexity × 1.17 in the geometric mean of 3 domains, × 1.33 at worst (german)"
+    assert verdict.headline(found) == f"Another function: {costs}"
+    assert verdict.conclusion(found, ["--this"]) == f"P{costs[1:]}."
     assert verdict.measured_on(found).startswith("Quality is measured, not judged: 4 × 513 tokens")
+    alone = quality(speeches=1.5)
+    assert verdict.headline(alone) == "Another function: perplexity 20 → 30 on speeches (× 1.50)"
+
+
+def test_what_costs_too_much_says_so_and_what_to_try() -> None:
+    found = quality(speeches=1.2, german=3.0)
+    assert verdict.conclusion(found, ["--this", "--that"]) == (
+        "Damaged: perplexity × 1.90 in the geometric mean of 2 domains, × 3.00 at worst (german). "
+        "Try next: --this; or --that."
+    )
 
 
 def test_a_small_loss_is_not_called_damage() -> None:
-    assert verdict.damage(quality(20.0, 29.9)) == ""
-    assert verdict.damage(quality(20.0, 30.1)) != ""
-    assert verdict.damage(verification(True)) == verdict.damage(None) == ""
+    """What counts is the mean of all domains."""
+    assert not verdict.damaged(quality(a=1.49)) and verdict.damaged(quality(a=1.51))
+    assert not verdict.damaged(quality(a=1.0, b=2.0)) and verdict.damaged(quality(a=math.nan))
+    assert not verdict.damaged(verification(True)) and not verdict.damaged(None)
+    assert verdict.conclusion(verification(True)) == ""
+
+
+def test_a_limit_that_is_missed_is_named() -> None:
+    found = quality(1.2, speeches=1.3)
+    assert verdict.missed(found) == 1.2 and verdict.missed(quality(1.2, speeches=1.1)) is None
+    assert verdict.conclusion(found, ["--this"]) == (
+        "Perplexity 20 → 26 on speeches (× 1.30): more than the 1.2 times that are allowed. "
+        "Try next: --this."
+    )
+    assert verdict.measured_on(found).startswith("Quality is measured and held to a limit: ")
 
 
 DIFFERENCE = {"value": 2.19e-05, "limit": 3.816e-05}

@@ -15,12 +15,22 @@ import transformers
 
 from surgery import demo
 from surgery.calibration.data import sample_ids
+from surgery.calibration.texts import to_measure
 from surgery.calibration.walk import Walk
 from surgery.checkpoint import Checkpoint, constant
+from surgery.demo import corpus
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
 from surgery.proof.parity import without_mlp
-from surgery.proof.verification import Row, Verification, savings_rows, sequence_length, verify
+from surgery.proof.require import Require
+from surgery.proof.verification import (
+    Row,
+    Verification,
+    savings_rows,
+    sequence_length,
+    tokens_each,
+    verify,
+)
 from surgery.storage import open_checkpoint
 
 DEMO = Path(demo.__file__).parent / "model"
@@ -285,7 +295,7 @@ def test_a_source_that_is_not_finite_passes_only_where_allowed(
     v = verify(source, source, exact=exact, tokens=256, allow_nonfinite=allowed)
     rows = {r.key: r for r in v.rows}
     assert rows["nonfinite_logits.source"].value > 0 and v.passed == allowed
-    assert "logits.difference" not in rows and "agreement.evaluation" not in rows
+    assert "logits.difference" not in rows and "domains.mean" not in rows
 
 
 def test_random_ids_are_said_and_are_no_text(tmp_path: Path) -> None:
@@ -299,19 +309,61 @@ def test_random_ids_are_said_and_are_no_text(tmp_path: Path) -> None:
     )
 
 
+STRICT = Require(max_perplexity=1.01)
+SPEECHES = to_measure([(["builtin:speeches"], [], 0.0)])
+
+
 def test_perplexity_is_that_of_the_stock_model() -> None:
-    """Windows of 512 tokens behind BOS, which is never predicted: 2 x 512 scored tokens."""
+    """Windows of 256 tokens behind BOS, which is never predicted: 2 x 256 scored tokens."""
     source = open_checkpoint(DEMO)
-    v = verify(source, without_mlp(source, 3), exact=False, tokens=1024)
+    output = without_mlp(source, 3)
+    v = verify(source, output, exact=False, tokens=512, texts=SPEECHES)
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     ids = v.sample.input_ids
-    assert tuple(ids.shape) == (2, 513) and ids[:, 0].tolist() == [1, 1]
+    assert tuple(ids.shape) == (2, 257) and ids[:, 0].tolist() == [1, 1]
     with torch.no_grad():
         loss = model(ids, labels=ids).loss.item()
-    found = row(v, "perplexity of the source, held-out speeches")
-    assert found.value == pytest.approx(math.exp(loss), rel=1e-5)
-    assert found.detail[0] == "1024 tokens"
-    assert row(v, "perplexity of the output, held-out speeches").value > found.value and v.passed
+    rows = {r.key: r for r in v.rows}
+    found = rows["domain.speeches"]
+    assert found.models["source"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert found.detail == ("512 tokens",) and v.passed
+    before, after = (found.models[name]["perplexity"] for name in ("source", "output"))
+    assert found.value == pytest.approx(after / before) and found.value > 1
+    assert found.models["source"]["agreement"] == 1 > found.models["output"]["agreement"]
+    assert rows["domains.mean"].value == pytest.approx(found.value) == rows["domains.worst"].value
+
+
+def test_every_domain_is_a_row_and_their_geometric_mean_counts() -> None:
+    """A domain that is not measured could be ruined unseen; an arithmetic mean would hide less."""
+    source = open_checkpoint(DEMO)
+    v = verify(source, without_mlp(source, 3), exact=False, tokens=64, require=STRICT)
+    rows = {r.key: r for r in v.rows}
+    ratios = {d: rows[f"domain.{d}"].value for d in corpus.domains()}
+    mean, worst = rows["domains.mean"], rows["domains.worst"]
+    assert mean.value == pytest.approx(math.prod(ratios.values()) ** (1 / 12))
+    assert worst.value == max(ratios.values()) == ratios[worst.detail[0]]
+    assert v.sample.as_dict()["domains"] == dict.fromkeys(corpus.domains(), 1)
+    assert mean.limit == 1.01 and not mean.passed and not v.passed
+    assert verify(source, source, exact=False, tokens=64, require=STRICT).passed
+
+
+def test_few_texts_are_measured_longer() -> None:
+    """One domain has as many tokens as all of them had; twelve have 512 each."""
+    assert tokens_each(SPEECHES) == 4096 and tokens_each(to_measure()) == tokens_each([]) == 512
+
+
+def test_what_was_fitted_on_is_measured_beside_the_built_in_domains(tmp_path: Path) -> None:
+    """Only its held-out part, unless nothing was fitted on it; and alone with a mix of 0."""
+    (tmp_path / "my.txt").write_text("".join(f"Line {i} of a text.\n" for i in range(3000)))
+    own = str(tmp_path / "my.txt")
+    for mix, count in ((None, 13), (0.2, 13), (0.0, 1)):
+        found = to_measure([([f"{own}=3"], [], mix)])
+        assert len(found) == count and found[-1].domain == "my.txt"
+    assert len(to_measure([([own], [], 0.0), ([], [], None)])) == 13
+    held_out = "".join(found[-1].pieces("held_out", 0))
+    assert 0 < len(held_out) < len(Path(own).read_text()) / 7
+    (*_, whole) = to_measure(whole=[own])
+    assert "".join(whole.pieces("held_out", 0)) == Path(own).read_text()
 
 
 @pytest.mark.parametrize(
@@ -335,7 +387,7 @@ def test_sequences_are_longer_than_a_window_in_force(
 ) -> None:
     checkpoint = tiny(tmp_path, model_type, max_position_embeddings=800, **options)
     assert sequence_length(checkpoint, checkpoint, exact=True) == expected
-    assert sequence_length(checkpoint, checkpoint, exact=False) == 512
+    assert sequence_length(checkpoint, checkpoint, exact=False) == 256
 
 
 @pytest.mark.parametrize(

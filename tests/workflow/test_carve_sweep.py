@@ -6,11 +6,13 @@ router that is the oracle.
 
 from __future__ import annotations
 
+from statistics import mean
 from typing import Any
 
 import pytest
 
 from surgery.analysis.sweep import Sweep
+from surgery.calibration.data import sample_ids
 from surgery.calibration.settings import Calibration
 from surgery.demo import MODEL
 from surgery.errors import UsageError
@@ -38,11 +40,12 @@ def test_a_point_is_the_written_model(swept: Sweep) -> None:
     """The same text, the same carving: but for the rounding of down_proj to bf16."""
     source = open_checkpoint(MODEL)
     output = carve(source, experts=8, active=6, layers=[2, 5], calibration=SETTINGS)
-    found = quality.measure({"source": source, "output": output}, quality.texts(source, 1024, 512))
+    sample = sample_ids(source, tokens=1024, sequence_length=512)
+    found = quality.measure({"source": source, "output": output}, sample)
     (point,) = (p for p in swept.points if (p.method, p.router, p.active) == ("mass", "trained", 6))
-    assert swept.perplexity == pytest.approx(found["source"].perplexity["evaluation"], rel=1e-5)
-    assert point.perplexity == pytest.approx(found["output"].perplexity["evaluation"], rel=4e-3)
-    assert point.agreement == pytest.approx(found["output"].agreement["evaluation"], abs=0.02)
+    assert swept.perplexity == pytest.approx(found["source"].mean, rel=1e-5)
+    assert point.perplexity == pytest.approx(found["output"].mean, rel=4e-3)
+    assert point.agreement == pytest.approx(mean(found["output"].agreement.values()), abs=0.02)
 
 
 def test_the_order_of_the_variants(swept: Sweep) -> None:

@@ -299,3 +299,15 @@ def test_shipped_recipes_fit_their_source(name: str) -> None:
     kind = next(k for k in SIZES if k in str(chosen.source).lower().replace("-", ""))
     output = recipe.apply(chosen, fake(kind, width=64, **SIZES[kind]))
     assert [s.operation for s in output.steps] == [e["operation"] for e in chosen.operations]
+
+
+def test_what_a_recipe_requires_is_checked() -> None:
+    """A limit that is none is named with its line, and one that is reaches the conversion."""
+    text = "source: demo\nrequire:\n  max_perplexity: {}\noperations:\n  - operation: relufy\n"
+    made = recipe.parse(text.format(1.25), "r.yaml")
+    assert made.require is not None and made.require.max_perplexity == 1.25
+    assert "max_perplexity: 1.25" in recipe.dump(made)
+    with pytest.raises(SurgeryError, match=r"line 2: a perplexity of at most 0 times"):
+        recipe.parse(text.format(0), "r.yaml")
+    with pytest.raises(SurgeryError, match=r"line 3: max_perplexity is 'much'"):
+        recipe.parse(text.format("much"), "r.yaml")
