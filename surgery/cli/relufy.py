@@ -144,8 +144,8 @@ def _with_preset(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of `relufy`, with what --quality sets where nothing else was given."""
     found = preset("relufy", options["quality"])
     known = ACTIVATIONS.get(options["activation"])
-    if known and not known.how.thresholds:
-        found.pop("repair", None)  # there is nothing but down_proj to optimise well
+    if known is None or not known.how.thresholds:
+        found.pop("repair", None)  # beside a full bypass it gains too little, or has no thresholds
     if found.get("repair", options["repair"]) == "none":
         found.pop("bypass", None)  # no repair would fit it
     tokens = {"tokens": found.pop("tokens")} if "tokens" in found else {}

@@ -17,7 +17,7 @@ from surgery import operations
 from surgery.checkpoint.config import parse_config
 from surgery.demo import corpus
 from surgery.errors import SurgeryError
-from surgery.families import Family, find
+from surgery.families import ALWAYS_OPEN, Family, find
 from surgery.files import JSON_LIMIT, read
 from surgery.files import write as write_file
 from surgery.quoting import printable, python
@@ -43,6 +43,7 @@ class Needs:
     tables: tuple[str, ...]  # parts of the names of tables that have a learning rate of their own
     splines: bool
     down: str  # the last part of the name of down_proj, whose input is the product
+    always_open: int  # last neurons of every MLP that no zeros are asked of
     ramp: bool  # thresholds rise from 0, because no repair has fitted the weights to them
     remote: bool  # the checkpoint comes with its own code
     eager: bool  # attention caps its scores, which sdpa would leave out
@@ -133,6 +134,7 @@ def needs(
         tables=_tables([entry for entry in blocks if entry["kind"] == "memory"]),
         splines="spline" in kinds,
         down="." + family.down.rsplit(".", 1)[-1],
+        always_open=int((config.get("text_config") or config).get(ALWAYS_OPEN) or 0),
         ramp=ruled and [s.get("repair") for s in relufied] == ["none"],
         remote=bool(config.get("auto_map")),
         eager=bool((config.get("text_config") or config).get("attn_logit_softcapping")),

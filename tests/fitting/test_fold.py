@@ -193,7 +193,7 @@ def test_a_stock_model_is_written_and_runs(name: str, tmp_path: Path) -> None:
     assert torch.equal(
         again.generate(torch.arange(3, 9)[None], max_new_tokens=4, do_sample=False), ids
     )
-    texts = quality.texts(source, 512, 64)
+    texts = quality.texts(source, 64, 64)
     written = open_checkpoint(tmp_path / "out")
     models = {"source": source, "swap": quality.plain_swap(source, output), "output": written}
     found = quality.measure(models, texts)
@@ -220,7 +220,7 @@ def test_forms_of_a_trained_model_compute_alike() -> None:
     outputs = {f: relufy(source, form=f, calibration=calibration) for f in forms}
     for output in outputs.values():
         output.steps[-1].work.folder()
-    found = quality.measure({"source": source, **outputs}, quality.texts(source, 1024, 512))
+    found = quality.measure({"source": source, **outputs}, quality.texts(source, 256, 256))
     for text, base in found["source"].perplexity.items():
         ratios = {form: found[form].perplexity[text] / base for form in forms}
         assert max(ratios.values()) < 1.02, ratios
