@@ -177,16 +177,11 @@ def _work(job: _Job) -> Work:
 
 
 def _calibrate(job: _Job, work: Work, progress: Progress) -> None:
-    from surgery.calibration.install import fit_layers
+    from surgery.calibration.install import fit_layers, read_text
 
-    fit_layers(
-        job.blocks,
-        job.calibration,
-        range(job.blocks.count),
-        work,
-        progress,
-        fit=lambda fitting: _fit(job, fitting, work),
-    )
+    reading = read_text(job.blocks, job.calibration, work)
+    layers = range(job.blocks.count)
+    fit_layers(reading, layers, work, progress, lambda fitting: _fit(job, fitting, work))
 
 
 def _fit(job: _Job, fitting: Fitting, work: Work) -> None:

@@ -1,7 +1,7 @@
 """`fold` turns a relufied model with code into a stock one that computes nearly the same.
 
-What could break it: fields or files of the code that stay, tensors of a block that no class expects,
-a layer whose inputs hold no constant.
+What could break it: fields or files of the code that stay, tensors of a block that no class
+expects, a layer whose inputs hold no constant.
 """
 
 from __future__ import annotations
