@@ -50,7 +50,7 @@ ALLOCATION_TOKENS = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What `carve` is asked for; its docstring explains each. `router` may be "oracle" as well."""
+    """The options of `carve`; its docstring explains each. `router` may also be "oracle"."""
 
     experts: int = 16
     active: int | Sequence[int] | None = None
@@ -106,7 +106,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What is to be done, checked: the same for every layer but the number of active parts."""
+    """A carving, checked: the same for every layer but the number of active parts."""
 
     blocks: Blocks
     options: Options

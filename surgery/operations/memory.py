@@ -50,7 +50,7 @@ PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What `memory` is asked for; its docstring explains each."""
+    """The options of `memory`; its docstring explains each."""
 
     layers: Collection[int] | str | None
     place: str
@@ -154,7 +154,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What is to be done, checked against the checkpoint."""
+    """Memory layers to be made, checked against the checkpoint."""
 
     blocks: Blocks
     options: Options

@@ -92,7 +92,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What `upcycle` is asked for beside how experts begin; its docstring explains each."""
+    """The options of `upcycle` but those of how experts begin; its docstring explains each."""
 
     experts: int | None
     top_k: int | None
@@ -155,7 +155,7 @@ def _check_numbers(experts: int, top_k: int, routed: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What is to be done, checked: `source` has the MLPs, `trunk` has everything else."""
+    """An upcycling, checked: `source` has the MLPs, `trunk` has everything else."""
 
     source: Blocks
     trunk: Blocks

@@ -203,8 +203,9 @@ def _advance(
 
 
 class _StandIn(nn.Module):
-    """The carved MLP in the place of the layer's own; what it gave last, and what the source's
-    gives for that.
+    """The carved MLP in the place of the layer's own.
+
+    It keeps what it gave last, `given`, and what the source's MLP gives for the same, `wanted`.
     """
 
     def __init__(self, own: Neurons, carved: carved_mlp.Carved) -> None:

@@ -1,4 +1,4 @@
-"""What whoever starts a conversion asks for, apart from the models."""
+"""The options of a conversion that are not about the model."""
 
 from __future__ import annotations
 
