@@ -102,10 +102,11 @@ def test_layers_and_shared_parts() -> None:
         calibration=SETTINGS,
         evaluated=512,
     )
+    # One of two parts shared.
     assert found.layers == (4,) and [len(p.errors) for p in found.points] == [
         1,
         1,
-    ]  # one of two parts shared
+    ]
     assert found.points[0].perplexity < 1.2 * found.perplexity
 
 
