@@ -245,7 +245,7 @@ def carve(
 
 
 def _parameters(job: Job) -> dict[str, Any]:
-    """Return what makes the same again, without what is as by default."""
+    """Return the options that make the same again, without those at their defaults."""
     options, split = job.options, job.split
     parameters = {k: v for k, v in dataclasses.asdict(split).items() if k != "bypass"}
     parameters |= {"active": job.active}
@@ -444,7 +444,7 @@ def _work(job: Job) -> Work:
 
 
 def _run(job: Job, work: Work, progress: Progress) -> None:
-    """Carve every layer, on a walk of what the carved ones before it give where it needs text."""
+    """Carve every layer, on a walk over text if the method or the fit needs text."""
     if not job.split.needs_data:
         for index in job.layers:
             _fit(job, index, None, "cpu", work)

@@ -266,7 +266,7 @@ def memory(
 
 
 def _parameters(job: _Job) -> dict[str, Any]:
-    """Return what makes the same again: the options that were given, and what they decided."""
+    """Return the options that make the same again: those given, and what was chosen."""
     o = job.options
     found = {
         "layers": list(job.layers),
@@ -326,7 +326,7 @@ def _hidden(blocks: Blocks) -> int:
 
 
 def _chosen(blocks: Blocks, options: Options) -> tuple[int, ...]:
-    """Return the layers, of "auto" as many of the first that can be chosen: until they are."""
+    """Return the layers; until "auto" has chosen them, the first that it could choose."""
     if options.auto:
         free = _free(blocks)
         if options.count > len(free):

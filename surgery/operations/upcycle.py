@@ -136,7 +136,7 @@ class Options:
 
 
 def _check_numbers(experts: int, top_k: int, routed: int) -> None:
-    """Raise UsageError for numbers of experts, of which `routed` make up a copy, that cannot be."""
+    """Raise UsageError for impossible numbers of experts; `routed` of them make up a copy."""
     if experts < 1 or top_k < 1:
         what = f"{experts} experts with top-k {top_k}: both must be at least 1"
         raise UsageError(what, "for example --experts 8 --top-k 2")
@@ -413,9 +413,10 @@ def _entry(job: _Job) -> dict[str, Any]:
 
 
 def _mixture_of(job: _Job) -> Mixture:
-    """Return what calibration walks.
+    """Return the model that calibration walks.
 
-    Of copies that is the source, and of Llama 4's too, whose experts begin with an output of zero.
+    It is the source where the experts are copies, and for Llama 4, whose routed experts begin with
+    an output of zero.
     """
     shared, shape = job.choice.target.shared, job.choice.shape
     walked = Mixture(checkpoint=job.trunk.checkpoint, layers=job.layers, shape=shape)
@@ -425,7 +426,7 @@ def _mixture_of(job: _Job) -> Mixture:
 
 
 def _trunk(checkpoint: Checkpoint, chosen: Sequence[int], start: Start) -> Checkpoint:
-    """Return what everything but the routed experts is taken from.
+    """Return the model that everything but the routed experts is taken from.
 
     Raises SurgeryError for models that do not belong together.
     """
@@ -479,7 +480,7 @@ def _always_whole(job: _Job, tensors: Mapping[str, LazyTensor]) -> bool:
 
 
 def _parameters(job: _Job) -> dict[str, Any]:
-    """Return what makes the same again."""
+    """Return the options that make the same again."""
     shape, start, router = job.choice.shape, job.start, job.start.router
     every = len(job.layers) == job.source.count
     found = {

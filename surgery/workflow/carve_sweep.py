@@ -151,7 +151,7 @@ def _whole(experts: int, perplexity: float) -> Point:
 
 
 def _parts(fraction: float, experts: int) -> int:
-    """Return how many parts a fraction is. Raises UsageError where it is no fraction."""
+    """Return the number of parts for a fraction. Raises UsageError outside of (0, 1]."""
     if not 0 < fraction <= 1:
         raise UsageError(
             f"{fraction:.0%} of the experts active", "give percentages up to 100, like 25,50,75"
