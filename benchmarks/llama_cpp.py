@@ -63,9 +63,8 @@ def in_llama_cpp(folder: Path, a: argparse.Namespace, prompt: list[int]) -> list
         model, script = Path(work, "model.gguf"), Path(work, "greedy.mjs")
         run([a.converter, str(folder), "--outfile", str(model), "--outtype", a.outtype])
         script.write_text(GREEDY)
-        Path(work, "node_modules").symlink_to(
-            a.node_modules.resolve()
-        )  # where node looks for an import
+        # Node looks for imports here.
+        Path(work, "node_modules").symlink_to(a.node_modules.resolve())
         lines = run(
             [a.node, str(script), str(model), str(a.tokens), *map(str, prompt)]
         ).splitlines()

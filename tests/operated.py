@@ -76,7 +76,6 @@ def assert_same_by_4(found: dict[str, Any], files: list[str]) -> None:
         found["keys"] == {} and found["class"] == "SurgeryForCausalLM" and found["not_finite"] == []
     )
     assert found["delta"] <= limit and found["same_tokens"]
-    assert (
-        found["again"] <= limit and sorted({*found["files"]} - {"gathered_mlp.py"}) == files
-    )  # OPT's
+    # gathered_mlp.py is the code of OPT.
+    assert found["again"] <= limit and sorted({*found["files"]} - {"gathered_mlp.py"}) == files
     assert found["dtypes"] == ["torch.bfloat16"]

@@ -1,4 +1,4 @@
-"""What a sweep of carved models found, as data."""
+"""The results of a sweep of carved models, as data."""
 
 from __future__ import annotations
 
@@ -13,8 +13,19 @@ from surgery.fitting.expert_split import average
 
 @dataclass(kw_only=True)
 class Point:
-    """One variant: its split, its router ("oracle" among them), its active parts, of all layers or
-    by layer; `errors`, `recall` and `mass_recall` by layer that was carved."""
+    """One variant of a carved model, and what it is worth.
+
+    Args:
+        method: how its neurons were grouped.
+        router: what chooses the parts, or "oracle".
+        active: the active parts, of all layers or by layer.
+        experts: the parts in all.
+        perplexity: on held-out text.
+        agreement: the part of the next tokens that are the source's.
+        errors: of the output, by carved layer.
+        recall: the part of the oracle's choices that the router makes, by carved layer.
+        mass_recall: the same, weighed by what the parts add to the output.
+    """
 
     method: str
     router: str
@@ -38,7 +49,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep:
-    """`perplexity` is the source's; `tokens` were evaluated."""
+    """All variants, the source's own `perplexity`, and the number of `tokens` evaluated."""
 
     source: str
     model_type: str

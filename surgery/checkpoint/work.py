@@ -1,7 +1,6 @@
-"""Tensors that one piece of work makes together and in order, such as a walk through the layers
-over calibration text.
+"""Tensors that are made together and in order, as by a walk through the layers over text.
 
-Their dtypes and shapes are known before, so that a plan needs no data; their values are kept in a
+Their dtypes and shapes are known before, so that a plan needs no data. Their values are kept in a
 scratch folder, a file each, from which the writer lets the kernel copy them. The work finds there
 what an interrupted run has made.
 """
@@ -27,15 +26,14 @@ if TYPE_CHECKING:
 
     from surgery.checkpoint.checkpoint import Checkpoint
 
-Progress = Callable[
-    [int], None
-]  # is told how many units (bytes, layers) were done since it was told last
+# A callback for the number of units (bytes, layers) that were done since the last call.
+Progress = Callable[[int], None]
 REPORT, NOTES = "report.json", "notes.json"  # when all is done; until then
 
 
 @dataclass(frozen=True, slots=True)
 class ScratchFile:
-    """The file of one such tensor."""
+    """The file of a promised tensor."""
 
     work: Work
     name: str
@@ -59,12 +57,17 @@ def identity(operation: str, checkpoint: Checkpoint, *parts: Any) -> str:
 
 
 class Work:
-    """`run(work, progress)` must `put` every tensor that was `promise`d, and may `note` figures in
-    `report`.
+    """Work that makes promised tensors when they are needed.
 
-    `identity` is a line that changes whenever a value may: source, parameters, data. `total` counts
-    what `progress` is told (layers). `peak_memory` is an upper bound in bytes. `check` raises
-    SurgeryError for what is known to keep the work from beginning, such as text that is not there.
+    Args:
+        identity: a line that changes whenever a value may: source, parameters, data.
+        run: called with the work and a progress callback. It must `put` every tensor that was
+            promised, and may `note` figures in `report`.
+        total: the number of units that the progress callback counts (layers).
+        title: of the stage, for the screen.
+        peak_memory: an upper bound in bytes.
+        check: raises SurgeryError for what is known to keep the work from beginning, such as text
+            that is not there.
     """
 
     def __init__(
@@ -82,9 +85,8 @@ class Work:
         self.report: dict[str, Any] = {}
         self._run, self.check = run, check
         self._folder: Path | None = None
-        self._lock = (
-            threading.RLock()
-        )  # a loader reads with several threads: one prepares, the others wait
+        # A loader reads with several threads: one prepares, the others wait.
+        self._lock = threading.RLock()
         self._promised: dict[str, LazyTensor] = {}
         self._output: Checkpoint | None = None
 

@@ -50,7 +50,7 @@ ALLOCATION_TOKENS = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What `carve` is asked for; its docstring explains each. `router` may be "oracle" as well."""
+    """The options of `carve`; its docstring explains each. `router` may also be "oracle"."""
 
     experts: int = 16
     active: int | Sequence[int] | None = None
@@ -106,7 +106,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What is to be done, checked: the same for every layer but the number of active parts."""
+    """A carving, checked: the same for every layer but the number of active parts."""
 
     blocks: Blocks
     options: Options
@@ -245,7 +245,7 @@ def carve(
 
 
 def _parameters(job: Job) -> dict[str, Any]:
-    """Return what makes the same again, without what is as by default."""
+    """Return the options that make the same again, without those at their defaults."""
     options, split = job.options, job.split
     parameters = {k: v for k, v in dataclasses.asdict(split).items() if k != "bypass"}
     parameters |= {"active": job.active}
@@ -444,7 +444,7 @@ def _work(job: Job) -> Work:
 
 
 def _run(job: Job, work: Work, progress: Progress) -> None:
-    """Carve every layer, on a walk of what the carved ones before it give where it needs text."""
+    """Carve every layer, on a walk over text if the method or the fit needs text."""
     if not job.split.needs_data:
         for index in job.layers:
             _fit(job, index, None, "cpu", work)

@@ -50,7 +50,7 @@ PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What `memory` is asked for; its docstring explains each."""
+    """The options of `memory`; its docstring explains each."""
 
     layers: Collection[int] | str | None
     place: str
@@ -154,7 +154,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What is to be done, checked against the checkpoint."""
+    """Memory layers to be made, checked against the checkpoint."""
 
     blocks: Blocks
     options: Options
@@ -266,7 +266,7 @@ def memory(
 
 
 def _parameters(job: _Job) -> dict[str, Any]:
-    """Return what makes the same again: the options that were given, and what they decided."""
+    """Return the options that make the same again: those given, and what was chosen."""
     o = job.options
     found = {
         "layers": list(job.layers),
@@ -326,7 +326,7 @@ def _hidden(blocks: Blocks) -> int:
 
 
 def _chosen(blocks: Blocks, options: Options) -> tuple[int, ...]:
-    """Return the layers, of "auto" as many of the first that can be chosen: until they are."""
+    """Return the layers; until "auto" has chosen them, the first that it could choose."""
     if options.auto:
         free = _free(blocks)
         if options.count > len(free):

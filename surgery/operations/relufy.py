@@ -53,7 +53,7 @@ COPIES = {"none": 1, "ridge": 2, "reconstruct": 5}  # of a layer in fp32, that a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What `relufy` is asked for; its docstring explains each."""
+    """The options of `relufy`; its docstring explains each."""
 
     activation: str
     sparsity: float | None
@@ -108,7 +108,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What is to be done, checked against the checkpoint: the same for every layer."""
+    """A relufication, checked against the checkpoint: the same for every layer."""
 
     blocks: Blocks
     options: Options

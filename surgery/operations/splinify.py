@@ -32,7 +32,7 @@ CELLS = (4, 4096)  # least and most of a grid
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What is to be done, checked: `rows` functions for a layer, on `grid` cells over ±`range`."""
+    """Functions to be added, checked: `rows` in a layer, on `grid` cells over ±`range`."""
 
     blocks: Blocks
     layers: tuple[int, ...]

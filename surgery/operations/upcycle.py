@@ -92,7 +92,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What `upcycle` is asked for beside how experts begin; its docstring explains each."""
+    """The options of `upcycle` but those of how experts begin; its docstring explains each."""
 
     experts: int | None
     top_k: int | None
@@ -136,7 +136,7 @@ class Options:
 
 
 def _check_numbers(experts: int, top_k: int, routed: int) -> None:
-    """Raise UsageError for numbers of experts, of which `routed` make up a copy, that cannot be."""
+    """Raise UsageError for impossible numbers of experts; `routed` of them make up a copy."""
     if experts < 1 or top_k < 1:
         what = f"{experts} experts with top-k {top_k}: both must be at least 1"
         raise UsageError(what, "for example --experts 8 --top-k 2")
@@ -155,7 +155,7 @@ def _check_numbers(experts: int, top_k: int, routed: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What is to be done, checked: `source` has the MLPs, `trunk` has everything else."""
+    """An upcycling, checked: `source` has the MLPs, `trunk` has everything else."""
 
     source: Blocks
     trunk: Blocks
@@ -408,9 +408,10 @@ def _entry(job: _Job) -> dict[str, Any]:
 
 
 def _mixture_of(job: _Job) -> Mixture:
-    """Return what calibration walks.
+    """Return the model that calibration walks.
 
-    Of copies that is the source, and of Llama 4's too, whose experts begin with an output of zero.
+    It is the source where the experts are copies, and for Llama 4, whose routed experts begin with
+    an output of zero.
     """
     shared, shape = job.choice.target.shared, job.choice.shape
     walked = Mixture(checkpoint=job.trunk.checkpoint, layers=job.layers, shape=shape)
@@ -420,7 +421,7 @@ def _mixture_of(job: _Job) -> Mixture:
 
 
 def _trunk(checkpoint: Checkpoint, chosen: Sequence[int], start: Start) -> Checkpoint:
-    """Return what everything but the routed experts is taken from.
+    """Return the model that everything but the routed experts is taken from.
 
     Raises SurgeryError for models that do not belong together.
     """
@@ -474,7 +475,7 @@ def _always_whole(job: _Job, tensors: Mapping[str, LazyTensor]) -> bool:
 
 
 def _parameters(job: _Job) -> dict[str, Any]:
-    """Return what makes the same again."""
+    """Return the options that make the same again."""
     shape, start, router = job.choice.shape, job.start, job.start.router
     every = len(job.layers) == job.source.count
     found = {

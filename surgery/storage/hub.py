@@ -160,9 +160,9 @@ class hub_errors:  # noqa: N801
 
 
 def _by_status(error: object, name: str) -> tuple[str, str] | None:
-    """Return the message and the hint of an answer whose status says more than its class.
+    """Return message and hint for an answer whose status says more than its exception class.
 
-    That is of any that was refused to write, and of one of no class but the general one.
+    These are refused writes, and answers that only have the general class.
     """
     request = getattr(getattr(error, "response", None), "request", None)
     if getattr(request, "method", "GET") in ("POST", "PUT") and status_of(error) in _NOT_WRITTEN:

@@ -151,7 +151,7 @@ def _whole(experts: int, perplexity: float) -> Point:
 
 
 def _parts(fraction: float, experts: int) -> int:
-    """Return how many parts a fraction is. Raises UsageError where it is no fraction."""
+    """Return the number of parts for a fraction. Raises UsageError outside of (0, 1]."""
     if not 0 < fraction <= 1:
         raise UsageError(
             f"{fraction:.0%} of the experts active", "give percentages up to 100, like 25,50,75"
@@ -202,8 +202,9 @@ def _advance(
 
 
 class _StandIn(nn.Module):
-    """The carved MLP in the place of the layer's own; what it gave last, and what the source's
-    gives for that.
+    """The carved MLP in the place of the layer's own.
+
+    It keeps what it gave last, `given`, and what the source's MLP gives for the same, `wanted`.
     """
 
     def __init__(self, own: Neurons, carved: carved_mlp.Carved) -> None:

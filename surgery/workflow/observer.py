@@ -1,4 +1,4 @@
-"""Who is told how far the work is."""
+"""Observers of a conversion's progress."""
 
 from __future__ import annotations
 

@@ -192,9 +192,8 @@ def parse_layers(text: str | None) -> set[int] | None:
         return None
     chosen: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(
-            r"\s*([0-9]{1,4})(?:\s*-\s*([0-9]{1,4}))?\s*", part
-        )  # no model has more
+        # No model has more than 9,999 layers.
+        match = re.fullmatch(r"\s*([0-9]{1,4})(?:\s*-\s*([0-9]{1,4}))?\s*", part)
         if not match or int(match[2] or match[1]) < int(match[1]):
             raise UsageError(f"{text!r} does not name layers", "write them like 0-7,12,20-23")
         chosen |= set(range(int(match[1]), int(match[2] or match[1]) + 1))

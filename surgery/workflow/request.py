@@ -1,4 +1,4 @@
-"""What whoever starts a conversion or a verification asks for, apart from the models."""
+"""The options of a conversion or a verification that are not about the models."""
 
 from __future__ import annotations
 

@@ -153,9 +153,8 @@ def test_a_bypass_is_a_linear_map_beside_it(rank: int) -> None:
 def test_all_experts_of_weight_one_are_the_mlp(name: str) -> None:
     mlp = mlp_of(name)
     assert torch.equal(block_of(name, mlp, top_k=EXPERTS, weights="one")(X), mlp(X))
-    assert any(
-        p is q for p in mlp.parameters() for q in block_of(name, mlp).parameters()
-    )  # nothing is copied for it
+    # The block shares the parameters: nothing is copied for it.
+    assert any(p is q for p in mlp.parameters() for q in block_of(name, mlp).parameters())
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -197,9 +197,8 @@ def test_a_damaged_output_fails_its_verification(call: Call, model: Path, tmp_pa
     said = [line for line in ran.err.splitlines() if not STAGE.fullmatch(line)]
     assert [line[:6] for line in said] == ["error:", "hint: "]
     assert json.loads((out / "surgery.json").read_text())["verification"]["passed"] is False
-    assert (
-        call("verify", model, out, "--quiet").out == ""
-    )  # the bars of reading back are for terminals
+    # The bars of reading back are for terminals.
+    assert call("verify", model, out, "--quiet").out == ""
 
 
 def test_what_cannot_be_verified(call: Call, model: Path, tmp_path: Path) -> None:

@@ -57,9 +57,8 @@ def test_examples_parse(name: str, call: Call) -> None:
     found = examples(command)
     assert len(found) >= 2
     for line in found:
-        assert " ".join(line.split()) in " ".join(
-            shown.out.split()
-        )  # \b keeps click from wrapping it
+        # \b keeps click from wrapping it.
+        assert " ".join(line.split()) in " ".join(shown.out.split())
         _, used, *arguments = shlex.split(re.sub(r"\s>>?.*", "", line))
         assert used == name or not name
         target = surgery.get_command(click.Context(surgery), used)

@@ -95,9 +95,8 @@ def test_quiet_is_silent(tmp_path: Path) -> None:
 def on_a_terminal(*arguments: object) -> str:
     """What a person sees who runs this."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(
-        theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0)
-    )  # tqdm shows nothing in 0 columns
+    # tqdm shows nothing in 0 columns.
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     process = subprocess.Popen(
         [*COMMAND, *map(str, arguments)],
         stdin=theirs,

@@ -243,9 +243,8 @@ def test_a_token_reads_what_was_asked_for(reads: float) -> None:
     mlp = locate(checkpoint).mlp(1)
     hidden, whole = mlp.down.shape[0], memory_init.mlp_numbers(mlp)
     read = memory_init.numbers_read(made, hidden)
-    assert (
-        read == 32 * (hidden + 1) + 32 * made["keys"] + hidden + 1 + made["knn"] * 3 * hidden
-    )  # query, keys, bias, scale, rows
+    # Query, keys, bias, scale, rows.
+    assert read == 32 * (hidden + 1) + 32 * made["keys"] + hidden + 1 + made["knn"] * 3 * hidden
     assert read <= reads * whole < read + 3 * hidden
     assert (made["shared"], other["shared"], made["width"]) == (
         "memory_values_1",

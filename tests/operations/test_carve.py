@@ -296,9 +296,8 @@ def test_a_relufied_model_loads_as_it_was_fitted(
         for i in range(3)
         if report[str(i)]["repaired"] < report[str(i)]["error"]
     ]
-    there = {
-        n for n in beside if relufied.tensors[n].read().any()
-    }  # zeros: relufication was worse with it
+    # Zeros: relufication was worse with it.
+    there = {n for n in beside if relufied.tensors[n].read().any()}
     assert refitted == {n for n in there if n.endswith(tuple(better))}
     assert bool(refitted) == (name == "qwen2")
     assert_walked(model, tmp_path / "out", 64)

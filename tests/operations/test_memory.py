@@ -131,10 +131,8 @@ def trained(output: Path, steps: int = 10, **options: Any) -> Any:
         p.requires_grad_("memory" in n)
     dense = [p for n, p in model.named_parameters() if "mlp.memory" in n]
     tables = [p for n, p in model.named_parameters() if "memory_values" in n]
-    optimisers = [
-        torch.optim.AdamW(dense, lr=0.03),
-        torch.optim.SGD(tables, lr=0.1),
-    ]  # which takes sparse gradients
+    # SGD takes the sparse gradients of the tables.
+    optimisers = [torch.optim.AdamW(dense, lr=0.03), torch.optim.SGD(tables, lr=0.1)]
     for _ in range(steps):
         loss = model(input_ids=sample_ids(), labels=sample_ids()).loss
         for o in optimisers:

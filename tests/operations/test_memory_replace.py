@@ -124,9 +124,8 @@ def test_values_are_the_ridge_regression_on_the_codes(monkeypatch: pytest.Monkey
     assert memory_fit.size(rest, data.fitted) < 0.2 * memory_fit.size(data, data.fitted)
     _, bias = memory_fit.affine(data)
     linear = memory_fit.missed(data, lambda z: z @ memory_fit.affine(data)[0].T + bias)
-    assert memory_fit.size(rest, data.fitted) < 0.5 * memory_fit.size(
-        linear, data.fitted
-    )  # a table is no linear map
+    # A table is no linear map.
+    assert memory_fit.size(rest, data.fitted) < 0.5 * memory_fit.size(linear, data.fitted)
 
 
 @torch.no_grad()
@@ -221,9 +220,8 @@ def test_what_is_written_is_what_the_walk_computed(name: str, init: str, tmp_pat
         write(make_plan(made), tmp_path / folder, source=checkpoint)
     want = logits_of(load(tmp_path / "source")[0])
     got, without = (logits_of(loaded(tmp_path / folder)) for folder in ("output", "nothing"))
-    most = {"slots": 0.7, "fit": 1.0}[
-        init
-    ]  # the MLPs are of random weights: a linear map has little of them
+    # The MLPs are of random weights: a linear map has little of them.
+    most = {"slots": 0.7, "fit": 1.0}[init]
     assert (got - want).square().mean() < most * (without - want).square().mean()
     walk = Walk(open_checkpoint(tmp_path / "output"), sample_ids())
     for layer in walk:
@@ -286,9 +284,8 @@ def test_distilled_neurons_are_nearer() -> None:
     checkpoint = open_checkpoint(MODEL)
     calibration = Calibration(tokens=4096, dtype="fp32")
     sample = calibration.sample(checkpoint)
-    steps_of_walk = calibration.walk(
-        checkpoint, sample.input_ids
-    ).steps()  # which ends when it is forgotten
+    # It ends when it is forgotten.
+    steps_of_walk = calibration.walk(checkpoint, sample.input_ids).steps()
     layer = next(steps_of_walk)
     blocks = locate(checkpoint)
     data = observe(layer, blocks, sample, list(layer.outputs()), feedback=0.0)

@@ -388,9 +388,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     folder = tmp_path_factory.mktemp("wide")
     save_model("llama", folder, hidden_size=64, intermediate_size=256, num_hidden_layers=1)
     checkpoint = open_checkpoint(folder)
-    shifted = checkpoint.tensors[UP.format(0)].map(
-        "plus 1", lambda t: t + 1.0
-    )  # a mean that is not 0
+    # A mean that is not 0.
+    shifted = checkpoint.tensors[UP.format(0)].map("plus 1", lambda t: t + 1.0)
     return checkpoint.replace(tensors={**checkpoint.tensors, UP.format(0): shifted})
 
 
@@ -562,9 +561,8 @@ def test_models_that_are_no_kin(family: list[Checkpoint], tmp_path: Path) -> Non
     ):
         error = refusal(base, expert_models=[model], attention=attention, experts=2)
         assert seen in error.message and "fine-tuned" in error.hint and "\n" not in error.message
-    upcycle(
-        base, expert_models=[words], experts=2
-    )  # its own words do not matter where its embedding is not taken
+    # Its own words do not matter where its embedding is not taken.
+    upcycle(base, expert_models=[words], experts=2)
     assert (
         "3 copies of 2 expert models" in refusal(base, expert_models=family[1:], experts=3).message
     )

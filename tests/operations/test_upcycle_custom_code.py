@@ -237,9 +237,8 @@ def test_gate_and_up_are_copied_by_the_kernel_and_down_is_read_once(tmp_path: Pa
 def test_expert_e_is_part_j_of_copy_c_after_the_shared_ones(shop: Shop) -> None:
     source, output, _ = shop.case("gpt2, fine")
     old, new = (load_file(f / "model.safetensors") for f in (source, output))
-    up, wide = (
-        t["transformer.h.0.mlp.c_fc.weight"] for t in (old, new)
-    )  # Conv1D: a column for each neuron
+    # Conv1D: a column for each neuron.
+    up, wide = (t["transformer.h.0.mlp.c_fc.weight"] for t in (old, new))
     w = up.shape[1] // 4
     assert wide.shape[1] == 13 * w and torch.equal(wide[:, :w], up[:, :w])
     for e in range(12):

@@ -105,10 +105,8 @@ def test_layers_and_shared_parts() -> None:
         calibration=SETTINGS,
         evaluated=512,
     )
-    assert found.layers == (4,) and [len(p.errors) for p in found.points] == [
-        1,
-        1,
-    ]  # one of two parts shared
+    # One of the two parts is shared.
+    assert found.layers == (4,) and [len(p.errors) for p in found.points] == [1, 1]
     assert found.points[0].perplexity < 1.2 * found.perplexity
 
 

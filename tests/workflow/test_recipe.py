@@ -209,9 +209,8 @@ def test_an_output_says_how_to_make_it_again(
         {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()} for folder in made
     )
     differ = [n for n in first if first[n] != again.get(n)]
-    assert set(differ) <= {"README.md", "surgery.json"} and set(first) == set(
-        again
-    )  # which say why a target was chosen
+    # Both say why a target was chosen.
+    assert set(differ) <= {"README.md", "surgery.json"} and set(first) == set(again)
     assert len([n for n in first if n.endswith(".safetensors")]) > 1
 
 
@@ -286,11 +285,12 @@ def test_demo_recipes_run(name: str, tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path / "out").config != open_checkpoint(MODEL).config
 
 
+# Model types of the shipped recipes' sources.
 SIZES = {
     "llama": {},
     "mistral": {},
     "qwen3": {"head_dim": 4},
-}  # model types of the shipped recipes' sources
+}
 
 
 @pytest.mark.parametrize("name", [n for n in recipe.shipped() if not n.startswith("demo-")])
