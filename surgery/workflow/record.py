@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import platform
 import shlex
@@ -80,6 +81,7 @@ def make_record(
         "versions": versions,
         "fingerprint": plan.fingerprint,
         "shards": shards,
+        "files": {n: hashlib.sha256(data).hexdigest() for n, data in plan.small.items()},
         "verification": None,
     }
     return record | ({"finetune": dict(finetune)} if finetune else {})
