@@ -335,7 +335,14 @@ def test_only_what_the_record_lists_is_sent(hub: FakeHub, out: Path, tmp_path: P
         ran = push(hub, out, *command)
         assert ran.code == 0, ran
         (note,) = (n for n in json.loads(ran.out)["notes"] if n.startswith("not sent"))
-        for name in (*SECRETS[:4], "__pycache__/", "private/", "finetune/wandb.key", "LINK", ".env"):
+        for name in (
+            *SECRETS[:4],
+            "__pycache__/",
+            "private/",
+            "finetune/wandb.key",
+            "LINK",
+            ".env",
+        ):
             assert name in note, name
         files = {f["name"] for f in json.loads(ran.out)["files"]}
         assert not files & {*SECRETS, "private/key.pem", "LINK", "finetune/wandb.key"}
@@ -354,9 +361,7 @@ def test_only_what_the_record_lists_is_sent(hub: FakeHub, out: Path, tmp_path: P
         ("finetune/finetune.py", "surgery finetune-script"),
     ],
 )
-def test_a_file_that_was_edited_is_not_sent(
-    name: str, word: str, hub: FakeHub, out: Path
-) -> None:
+def test_a_file_that_was_edited_is_not_sent(name: str, word: str, hub: FakeHub, out: Path) -> None:
     (out / name).write_bytes((out / name).read_bytes() + b" ")
     for option in ((), ("--dry-run",)):
         assert_two_lines(push(hub, out, *option), f"{name} is not what was written", word)
