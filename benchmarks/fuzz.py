@@ -1,6 +1,6 @@
 """Feed broken and hostile files to everything that reads them: one clear error each, or nothing.
 
-  python benchmarks/fuzz.py                       # 105,000 inputs
+  python benchmarks/fuzz.py                       # 105,000 inputs, of files, links and texts
   python benchmarks/fuzz.py --inputs 2000 --seed 7 --only config
 
 Each input is a well-formed file in which one to four things were changed: bytes flipped, put in,
@@ -32,19 +32,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from surgery import api, finetune
+from surgery.analysis.devices import parse_device
+from surgery.analysis.saved_thresholds import thresholds
 from surgery.analysis.weigh import weigh
+from surgery.blocks.rules import RULES
 from surgery.checkpoint import LazyTensor, make_plan
+from surgery.checkpoint.config import parse_config
 from surgery.checkpoint.header import make_header
 from surgery.errors import SurgeryError
 from surgery.families import locate
 from surgery.operations.cast import cast
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
-from surgery.storage import open_checkpoint
+from surgery.report import card
+from surgery.storage import finish, open_checkpoint, write
 from surgery.storage.reader import INDEX
 from surgery.storage.record import read_record
 from surgery.workflow import recipe
 from surgery.workflow.observer import Silent
+from surgery.workflow.record import notes_of
+from surgery.workflow.record import read_record as read_of_operations
 from surgery.workflow.trust import require_trust
 from surgery.workflow.verify import check_files, require_verifiable
 
@@ -276,7 +284,6 @@ class Room:
             "source": {"location": "m", "revision": None},
             "command": "surgery upcycle m",
             "notes": ["a"],
-            "recipe": [{"operation": "upcycle", "experts": 2, "granularity": 1, "shared": None}],
             "exact": True,
             "layers": [0, 1],
             "calibration": [],
@@ -294,6 +301,27 @@ class Room:
         self.record = record
         self.put(self.output, **self.whole)
         self.source = open_checkpoint(self.model)
+        (step,) = upcycle(self.source, experts=2).steps
+        record["recipe"] = [{"operation": step.operation, **step.parameters}]
+        self.outside = folder / "outside" / "secret"
+        self.outside.parent.mkdir()
+        self.outside.write_bytes(SECRET)
+        self.folder = folder
+
+    def fresh(self, name: str) -> Path:
+        """Return an empty folder; nothing is followed out of the last one."""
+        path = self.folder / name
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        return path
+
+    def analysis(self) -> Path:
+        """Return the analysis of the small model, which is made once."""
+        path = self.folder / "analysis"
+        if not path.exists():
+            found = api.analyze(self.source, tokens=64, sequence_length=16)
+            found.save(path, parse_device("h100"))
+        return path
 
     @staticmethod
     def put(folder: Path, **files: bytes) -> None:
@@ -428,18 +456,175 @@ def record(room: Room, draw: random.Random) -> None:
     """A surgery.json that was not written by us."""
     room.put(room.output, **{"surgery.json": changed(draw, room.record, as_json)})
     found = read_record(room.output)
-    check_files(room.source, room.output, found["shards"], (), Silent())
+    check_files(room.source, room.output, found, (), Silent())
+
+
+# --- files that are not ours ----------------------------------------------------------------------
+
+SECRET = b"the content of somebody's file"
+SIDE = ("LICENSE", "NOTICE", "tokenizer.json", "tokenizer_config.json", "merges.txt", "a.py")
+
+
+class Leak(Exception):  # noqa: N818 - a finding, not an error of surgery
+    """A file of somebody's was copied, or written to."""
+
+
+def plant(draw: random.Random, path: Path, outside: Path) -> None:
+    """Put a link, a pipe, a folder or a file where a file is expected."""
+    path.parent.mkdir(exist_ok=True)
+    targets = (outside, outside.parent, "/dev/zero", "/proc/self/environ", path.name, "nowhere")
+    kind = draw.randrange(10)
+    if kind == 0:
+        os.mkfifo(path)
+    elif kind == 1:
+        path.mkdir()
+    elif kind == 2:
+        path.write_bytes(draw.randbytes(20))
+    elif kind == 3:
+        path.touch()
+        os.truncate(path, 10**12)
+    else:
+        target = Path(draw.choice(targets))
+        relative = target.is_absolute() and draw.random() < 0.5
+        path.symlink_to(os.path.relpath(target, path.parent) if relative else target)
+
+
+def links(room: Room, draw: random.Random) -> None:
+    """A source with links, pipes and endless files in it."""
+    folder = room.fresh("linked")
+    room.put(folder, **room.whole)
+    for name in draw.sample((*SIDE, "README.md", "config.json", "model.safetensors"), 2):
+        (folder / name).unlink(missing_ok=True)
+        plant(draw, folder / name, room.outside)
+    plan = make_plan(open_checkpoint(folder))
+    if any(SECRET in data for data in plan.small.values()):
+        raise Leak("a file from outside is in the plan")
+
+
+OURS = (
+    "config.json", "model.safetensors", "surgery.json", "README.md", "recipe.yaml", "finetune",
+    ".config.json.partial", ".model.safetensors.partial", ".surgery.json.partial",
+    ".model.safetensors.digest", ".surgery.lock", "surgery.partial.json", ".README.md.partial",
+)  # fmt: skip
+
+
+def planted(room: Room, draw: random.Random) -> None:
+    """An output in which somebody has put links in the place of what will be written."""
+    folder = room.fresh("planted")
+    plan = make_plan(room.source)
+    begun = json.dumps({"fingerprint": plan.fingerprint}).encode()
+    room.put(folder, **{"surgery.partial.json": begun})
+    for name in draw.sample(OURS, 2):
+        (folder / name).unlink(missing_ok=True)
+        plant(draw, folder / name, room.outside)
+    try:
+        write(plan, folder, source=room.source)
+        small = {"README.md": b"card", "recipe.yaml": b"recipe", "finetune/finetune.py": b"script"}
+        finish(folder, {**room.record, "fingerprint": plan.fingerprint}, small)
+    finally:
+        if room.outside.read_bytes() != SECRET:
+            raise Leak("a file outside was written to")
+
+
+# --- text of strangers ----------------------------------------------------------------------------
+
+METADATA = {"license": "mit", "language": ["en"], "base_model": "a/b", "tags": ["x"], "n": 1}
+
+
+def metadata(room: Room, draw: random.Random) -> None:
+    """The front matter of a source's README.md."""
+    data = changed(draw, METADATA, as_yaml)
+    if draw.random() < 0.3:
+        data = draw.choice(ALIASES) + data
+    room.put(room.model, **room.whole, **{"README.md": b"---\n" + data + b"\n---\n# x\n"})
+    try:
+        source = open_checkpoint(room.model)
+        card.unread(source)
+        card.render(source, room.source, room.output, room.record)
+    finally:
+        (room.model / "README.md").unlink()
+
+
+def templates(room: Room, draw: random.Random) -> None:
+    """The fine-tune script and its launch files, made from a record and a config of strangers."""
+    import ast
+
+    import yaml
+
+    room.put(room.output, **{"surgery.json": changed(draw, room.record, as_json)})
+    found = read_of_operations(room.output)
+    config = parse_config(changed(draw, CONFIG, as_json), "config.json")
+    for name, data in finetune.files(found, config, room.output).items():
+        if name.endswith(".py"):
+            ast.parse(data)
+        elif name.endswith(".yaml"):
+            yaml.safe_load(data)
+
+
+ANALYSIS = ("analysis.json", "analysis.safetensors")
+
+
+def analyses(room: Room, draw: random.Random) -> None:
+    """An analysis that was damaged, or is another model's."""
+    folder = room.analysis()
+    whole = {name: (folder / name).read_bytes() for name in ANALYSIS}
+    try:
+        if draw.random() < 0.7:
+            report = json.loads(whole["analysis.json"])
+            room.put(folder, **{"analysis.json": changed(draw, report, as_json)})
+        else:
+            data = change_bytes(draw, whole["analysis.safetensors"])
+            room.put(folder, **{"analysis.safetensors": data})
+        thresholds(folder, room.source, draw.choice(list(RULES)), 0.5, (0, 1))
+    finally:
+        room.put(folder, **whole)
+
+
+HEADS = ("lm_head.weight", "score.weight", "embed_out.weight", "classifier.weight")
+CLASSES = ("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaModel", "NoSuchModel", "")
+
+
+def heads(room: Room, draw: random.Random) -> None:
+    """Heads that are absent, tied, doubled, or of another class."""
+    header, at = json.loads(json.dumps(HEADER)), NBYTES
+    if draw.random() < 0.5:
+        prefix = draw.choice(("module.", "_orig_mod.", "base_model.model.", "transformer."))
+        header = {f"{prefix}{n}" if n[:2] != "__" else n: e for n, e in header.items()}
+    for name in draw.sample(HEADS, draw.randrange(3)):
+        rows = draw.choice((12, 2, 0))
+        stop = at + rows * 16
+        header[name if name not in header else f"extra.{name}"] = {
+            "dtype": "BF16", "shape": [rows, 8], "data_offsets": [at, stop],
+        }  # fmt: skip
+        at = stop
+    raw = as_json(header)
+    shard = len(raw).to_bytes(8, "little") + raw + bytes(at)
+    value = {**CONFIG, "architectures": [draw.choice(CLASSES)]}
+    value["tie_word_embeddings"] = draw.choice((True, False, None, "yes"))
+    room.put(room.model, **{"config.json": as_json(value), "model.safetensors": shard})
+    try:
+        checkpoint = open_checkpoint(room.model)
+        for operate in (lambda c: relufy(c, repair="none"), lambda c: upcycle(c, experts=2)):
+            notes_of(operate(checkpoint))
+    finally:
+        room.put(room.model, **room.whole)
 
 
 TARGETS: dict[
     str, tuple[Callable[[Room, random.Random], None], float]
 ] = {  # and the part of the inputs
-    "header": (header, 0.415),
-    "index": (index, 0.2),
+    "header": (header, 0.3),
+    "index": (index, 0.15),
     "config": (config, 0.12),
     "names": (names, 0.005),
     "recipe": (recipes, 0.1),
-    "record": (record, 0.16),
+    "record": (record, 0.125),
+    "links": (links, 0.05),
+    "planted": (planted, 0.03),
+    "metadata": (metadata, 0.03),
+    "templates": (templates, 0.03),
+    "analyses": (analyses, 0.03),
+    "heads": (heads, 0.03),
 }
 
 

@@ -146,16 +146,24 @@ def read(folder: Path, name: str, limit: int = SIDE_LIMIT) -> bytes:
     Raises SurgeryError for a link, for anything but a regular file, and for one that is too large;
     FileNotFoundError where it is absent.
     """
+    return _content(open_below(folder, name), folder / name, limit)
+
+
+def open_below(folder: Path, name: str) -> int:
+    """Return the descriptor of a regular file below a folder, to read, without following a link.
+
+    Raises SurgeryError for a link and anything but a regular file; FileNotFoundError where it is
+    absent.
+    """
     path = folder / name
     with _parent(folder, name, make=False) as (parent, last):
         _refuse_link(path)
         require_regular(path)
         try:
-            fd = os.open(last, _READ | os.O_NOFOLLOW, dir_fd=parent)
+            return os.open(last, _READ | os.O_NOFOLLOW, dir_fd=parent)
         except OSError:
             _refuse_link(path)
             raise
-    return _content(fd, path, limit)
 
 
 def content(path: Path, limit: int = SIDE_LIMIT) -> bytes:

@@ -7,34 +7,66 @@ from collections.abc import Collection, Mapping
 from surgery.blocks import block_config
 from surgery.checkpoint import Checkpoint
 from surgery.checkpoint.edit import EMBEDDINGS
+from surgery.checkpoint.tensors import FLOATS, LazyTensor
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks
+
+# Fields of a config.json that say how the weights are quantised; MLX's is the last.
+_CONFIGS = ("quantization_config", "compression_config", "quantization")
+_INTEGERS = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
+# What the common formats keep beside, or in place of, a matrix NAME.weight. All but the last few
+# are nothing else; those are trained parameters in some models, but not beside integers.
+_PARTS = (
+    "SCB", "CB", "weight_format",  # LLM.int8() of bitsandbytes
+    "absmax", "quant_map", "nested_absmax", "nested_quant_map",  # its 4-bit formats
+    "qweight", "qzeros", "g_idx",  # GPTQ and AWQ
+    "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape",
+    "input_scale", "weight_global_scale",  # compressed-tensors, FP8, NVFP4
+    "W_q",  # HQQ
+    "weight_blocks", "gate_up_proj_blocks", "down_proj_blocks",  # MXFP4
+    "gate_up_proj_scales", "down_proj_scales",
+)  # fmt: skip
+_BESIDE_INTEGERS = ("scales", "scale", "biases", "zeros", "zero_point", "zero_points", "meta")
+_PLAIN = "give the original bf16 or fp16 checkpoint, operate, and quantise the result"
 
 
 def require_plain(checkpoint: Checkpoint) -> None:
     """Raise SurgeryError if the weights are quantised.
 
-    Their MLPs are then not matrices that can be operated on.
+    Their MLPs are then not matrices that can be operated on. The config need not say so: a file
+    holds integers in the place of weights, or the scales that belong to them.
     """
     for config in (checkpoint.config, checkpoint.text_config):
-        if quantization := config.get("quantization_config") or config.get("compression_config"):
-            method = (
-                quantization.get("quant_method", "unknown")
-                if isinstance(quantization, Mapping)
-                else quantization
-            )
-            raise SurgeryError(
-                f"the checkpoint is quantised (quant_method {method!r})",
-                "give the original bf16 or fp16 checkpoint, operate, and quantise the result",
-            )
-    for name, t in checkpoint.tensors.items():
-        if t.dtype.startswith("F8") or name.endswith(
-            (".qweight", ".weight_packed", ".weight_scale_inv")
-        ):
-            raise SurgeryError(
-                f"the checkpoint is quantised ({name} is {t.dtype})",
-                "give the original bf16 or fp16 checkpoint, operate, and quantise the result",
-            )
+        for field in _CONFIGS:
+            if found := config.get(field):
+                given = found if isinstance(found, Mapping) else {"quant_method": found}
+                method = given.get("quant_method") or f"{field} of {given.get('bits', '?')} bits"
+                raise SurgeryError(f"the checkpoint is quantised (quant_method {method!r})", _PLAIN)
+    if name := _quantised(checkpoint.tensors):
+        t = checkpoint.tensors[name]
+        raise SurgeryError(
+            f"the checkpoint is quantised ({name} is {t.dtype} {list(t.shape)})", _PLAIN
+        )
+
+
+def _quantised(tensors: Mapping[str, LazyTensor]) -> str:
+    """Return the first tensor that only a quantised checkpoint has; an empty text where none is."""
+    for name, t in tensors.items():
+        owner, _, part = name.rpartition(".")
+        if t.dtype.startswith(("F8", "F4", "F6")) or part in _PARTS:
+            return name
+        # bitsandbytes: NAME.weight.absmax, NAME.weight.quant_state.bitsandbytes__nf4
+        if ".quant_state." in name:
+            return name
+        if t.dtype in _INTEGERS and part.endswith(("weight", "_proj", "kernel")) and t.shape:
+            return name
+        if part in _BESIDE_INTEGERS and _is_integer(tensors.get(f"{owner}.weight")):
+            return f"{owner}.weight"
+    return ""
+
+
+def _is_integer(tensor: LazyTensor | None) -> bool:
+    return tensor is not None and tensor.dtype in _INTEGERS
 
 
 def require_whole(blocks: Blocks) -> None:
@@ -64,7 +96,12 @@ def require_whole(blocks: Blocks) -> None:
             raise SurgeryError(
                 f"layer {i} has no tensor {start}{absent[0]}, which other layers have", _INCOMPLETE
             )
-        blocks.mlp(i)  # raises where no layer has what an MLP needs
+        mlp = blocks.mlp(i)  # raises where no layer has what an MLP needs
+        for t in filter(None, (mlp.gate, mlp.up, mlp.down)):
+            if t.dtype not in FLOATS:
+                raise SurgeryError(
+                    f"the MLP of layer {i} holds {t.dtype}, not floating-point numbers", _PLAIN
+                )
 
 
 _INCOMPLETE = "the checkpoint is incomplete: download it again"

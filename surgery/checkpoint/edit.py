@@ -13,20 +13,50 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 _PIECE = 4 << 20  # values compared at a time
 
 
-def drop_tied_head(checkpoint: Checkpoint, tied: bool) -> tuple[Checkpoint, list[str]]:
+def drop_tied_head(checkpoint: Checkpoint, tied: bool) -> Checkpoint:
     """Leave out the language-model head where it is tied *and* equal to the embedding.
 
-    Where the two differ both are kept. Returns the checkpoint and the notes for the user.
+    Where the two differ both are kept; `head_note` says so.
     """
+    ends = _ends(checkpoint) if tied else None
+    if ends is None or not _same(checkpoint, *ends):
+        return checkpoint
+    return checkpoint.replace(tensors={n: t for n, t in checkpoint.tensors.items() if n != ends[0]})
+
+
+def head_note(checkpoint: Checkpoint, tied: bool) -> str:
+    """Return a note where the head is tied and the file holds another one; else an empty text.
+
+    Versions of transformers load two different models from such a file.
+    """
+    ends = _ends(checkpoint) if tied else None
+    if ends is None or _same(checkpoint, *ends):
+        return ""
+    head, embedding = ends
+    return (
+        f"tie_word_embeddings is set, but {head} differs from {embedding}: both are kept. "
+        f"transformers 5 uses {head}, as the verification does; transformers 4 puts the embedding "
+        "in its place, which is another model. Set tie_word_embeddings to false in the source to "
+        "have the same everywhere"
+    )
+
+
+def _ends(checkpoint: Checkpoint) -> tuple[str, str] | None:
+    """Return the names of the head and of the embedding, where the file has both."""
     head = next((n for n in HEADS if n in checkpoint.tensors), None)
     embedding = next((n for n in checkpoint.tensors if n.endswith(EMBEDDINGS)), None)
-    if not tied or head is None or embedding is None:
-        return checkpoint, []
-    if not equal(checkpoint.tensors[head], checkpoint.tensors[embedding]):
-        note = f"tie_word_embeddings is set, but {head} differs from {embedding}: both are kept"
-        return checkpoint, [note]
-    tensors = {n: t for n, t in checkpoint.tensors.items() if n != head}
-    return checkpoint.replace(tensors=tensors), []
+    return (head, embedding) if head and embedding else None
+
+
+_COMPARED: dict[tuple[str, str], bool] = {}  # by identity: a note is asked for several times
+
+
+def _same(checkpoint: Checkpoint, head: str, embedding: str) -> bool:
+    a, b = checkpoint.tensors[head], checkpoint.tensors[embedding]
+    key = a.identity(), b.identity()
+    if key not in _COMPARED:
+        _COMPARED[key] = equal(a, b)
+    return _COMPARED[key]
 
 
 def equal(a: LazyTensor, b: LazyTensor) -> bool:

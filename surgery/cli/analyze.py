@@ -211,10 +211,13 @@ def _analyze(
 
 
 def _write(found: Analysis, timed_on: Device, out: Path) -> None:
+    from surgery.analysis.analyze import REPORT, TENSORS
     from surgery.report.html import write_report
+    from surgery.storage import enter
 
     found.save(out, timed_on)
-    write_report(found, timed_on, out)
+    written = write_report(found, timed_on, out)
+    enter(out, [REPORT, TENSORS, *(path.name for path in written)])
 
 
 def _show(found: Analysis, timed_on: Device, out: Path | None) -> None:

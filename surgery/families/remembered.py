@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from surgery import files
 from surgery.errors import SurgeryError
 from surgery.families.family import Family
 from surgery.storage.staging import cache_home
@@ -67,10 +68,9 @@ def _read(path: Path) -> Family | None:
 
 
 def _write(path: Path, family: Family) -> None:
-    from surgery.storage.writer import add
-
     fields = {n: getattr(family, n) for n in sorted(_FIELDS)}
     try:
-        add(path.parent, {path.name: json.dumps(fields, sort_keys=True).encode()})
-    except SurgeryError:
+        data = json.dumps(fields, sort_keys=True).encode()
+        files.write(path.parent, path.name, data, sync=False)
+    except (SurgeryError, OSError):
         return  # without a cache it is discovered again

@@ -21,6 +21,7 @@ from surgery.families import ALWAYS_OPEN, Family, find
 from surgery.files import JSON_LIMIT, read
 from surgery.files import write as write_file
 from surgery.quoting import printable, python
+from surgery.storage import enter
 from surgery.storage.record import seen_from
 
 FOLDER = "finetune"
@@ -102,9 +103,10 @@ def of_folder(folder: Path, record: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write `files` below `folder`."""
+    """Write `files` below `folder`, and list them in its record."""
     for name, data in files.items():
         write_file(folder, name, data, sync=False)
+    enter(folder, files)
 
 
 def needs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from surgery.blocks.preconditions import require_plain
 from surgery.checkpoint import Checkpoint, Step
 from surgery.checkpoint.edit import config_with, float_tensors
 from surgery.checkpoint.tensors import DTYPES, FLOATS
@@ -25,6 +26,7 @@ def cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     name = SHORT.get(dtype) or NAMES.get(dtype)
     if name is None:
         raise UsageError(f"unknown dtype {dtype!r}", f"one of: {', '.join([*NAMES, *SHORT])}")
+    require_plain(checkpoint)
     floats = float_tensors(checkpoint)
     exact = all(
         _MANTISSA[t.dtype] <= _MANTISSA[name] and _EXPONENT[t.dtype] <= _EXPONENT[name]

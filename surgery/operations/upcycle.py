@@ -163,7 +163,6 @@ class _Job:
     layers: tuple[int, ...]
     choice: Choice
     start: Start
-    notes: tuple[str, ...]
 
     @property
     def router(self) -> str:
@@ -257,7 +256,7 @@ def upcycle(
         parameters=_parameters(job),
         exact=exact,
         layers=job.layers,
-        notes=(*job.notes, *why, *_notes(job, exact)),
+        notes=(*why, *_notes(job, exact)),
         advice=(*others, *_advice(job)),
         work=work,
     )
@@ -284,7 +283,7 @@ def _check(checkpoint: Checkpoint, options: Options, start: Start) -> _Job:
         shape = dataclasses.replace(shape, width=blocks.mlp(chosen[0]).width)
     choice = choose(blocks, config, options.target, shape, options.shared, chosen)
     _check_copies(choice.shape, start)
-    checkpoint, notes = drop_tied_head(checkpoint, bool(config.get("tie_word_embeddings")))
+    checkpoint = drop_tied_head(checkpoint, bool(config.get("tie_word_embeddings")))
     return _Job(
         source=locate(checkpoint),
         trunk=locate(_trunk(checkpoint, chosen, start)),
@@ -292,7 +291,6 @@ def _check(checkpoint: Checkpoint, options: Options, start: Start) -> _Job:
         layers=chosen,
         choice=choice,
         start=start,
-        notes=tuple(notes),
     )
 
 

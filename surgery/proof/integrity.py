@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,12 @@ def _refused(path: Path) -> str:
     return ""
 
 
-def stray_weights(folder: Path, shards: Mapping[str, Any]) -> list[str]:
-    """Return the weight files in the folder that the conversion did not write."""
+def stray_weights(folder: Path, known: Collection[str]) -> list[str]:
+    """Return the weight files in the folder that are not among the `known` ones."""
     return sorted(
         p.name
         for p in folder.iterdir()
-        if p.suffix in (".safetensors", ".bin") and p.name not in shards
+        if p.suffix in (".safetensors", ".bin") and p.name not in known
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery import files
+from surgery.storage import enter
 
 
 def save(figure: Any, path: Path, dpi: int) -> None:
@@ -14,3 +15,4 @@ def save(figure: Any, path: Path, dpi: int) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format=path.suffix[1:], dpi=dpi)
     files.write(path.parent, path.name, buffer.getvalue(), sync=False)
+    enter(path.parent, [path.name])

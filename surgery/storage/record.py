@@ -5,14 +5,16 @@ It is read from folders that may come from anywhere, so it is checked.
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.parsing import read_json
 from surgery.checkpoint.schema import Schema, violations
 from surgery.errors import SurgeryError
-from surgery.files import JSON_LIMIT, expanded, read
+from surgery.files import JSON_LIMIT, expanded, open_below, read
 
 RECORD = "surgery.json"
 _TEXT, _NUMBER, _OBJECT = {"type": "string"}, {"type": ["integer", "null"]}, {"type": "object"}
@@ -49,6 +51,7 @@ _SCHEMA: Schema = {
         "fingerprint": _TEXT,
         "exact": {"type": "boolean"},
         "shards": _OBJECT,
+        "files": {"type": "object", "additionalProperties": _TEXT},
         "source": {
             "type": "object",
             "required": ["location", "revision"],
@@ -103,7 +106,44 @@ def read_record(folder: Path) -> dict[str, Any]:
             )
         for found in violations(shard, _SHARD, ("shards", name)):
             raise SurgeryError(f"{path}, {name}: {found.message[:200]}", _HINT)
+    for name in record.get("files", ()):
+        if not _is_inside(name):
+            raise SurgeryError(
+                f"{path} names a file outside its folder: {name[:200]!r}",
+                "do not use this checkpoint: its record is broken or hostile",
+            )
     return record
+
+
+def _is_inside(name: str) -> bool:
+    """Return whether a name leads below its folder, by no hidden part."""
+    parts = name.split("/")
+    return name.isprintable() and not any(not part or part.startswith(".") for part in parts)
+
+
+def changed(folder: Path, record: Mapping[str, Any]) -> list[str]:
+    """Return the small files of an output that are missing, or not what was written."""
+    return [
+        name
+        for name, sha256 in record.get("files", {}).items()
+        if sha256_of(folder, name) != sha256
+    ]
+
+
+def sha256_of(folder: Path, name: str) -> str:
+    """Return the sha256 of a file below a folder; an empty text where there is no such file.
+
+    Raises SurgeryError for a link, and for anything but a regular file.
+    """
+    hasher = hashlib.sha256()
+    try:
+        fd = open_below(folder, name)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    with os.fdopen(fd, "rb", buffering=0) as f:
+        while data := f.read(4 << 20):
+            hasher.update(data)
+    return hasher.hexdigest()
 
 
 def seen_from(folder: Path | None, location: str) -> str:

@@ -16,10 +16,11 @@ system that they share they need only that files can be created, renamed and loo
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ from surgery.storage.digest import Digest
 from surgery.storage.downloads import bytes_on_disk
 from surgery.storage.lock import HELD, LOCK
 from surgery.storage.processes import Group, divide
-from surgery.storage.record import RECORD, read_record
+from surgery.storage.record import RECORD, read_record, sha256_of
 from surgery.storage.staging import cache_home
 from surgery.storage.stream import stream
 
@@ -202,15 +203,42 @@ def _end(plan: Plan, out: Path, group: Group) -> None:
     _sync_folder(out)
 
 
-def add(out: Path, small: Mapping[str, bytes]) -> None:
-    """Write small files into an output, each by name and content."""
+def add(out: Path, record: dict[str, Any], small: Mapping[str, bytes]) -> None:
+    """Write small files into an output, each by name and content, and list them in `record`."""
     for name, data in small.items():
         _write_small(out, name, data)
+        record.setdefault("files", {})[name] = hashlib.sha256(data).hexdigest()
+
+
+def enter(folder: Path, names: Iterable[str]) -> None:
+    """List files that a later command has just written in the record of an output.
+
+    Args:
+        folder: what the names are relative to: an output or a folder in one. Anywhere else this
+            does nothing.
+        names: of the files.
+    """
+    for out in (folder, folder.resolve().parent):
+        try:
+            record = read_record(out)
+        except (OSError, SurgeryError):
+            continue
+        files_of = record.setdefault("files", {})
+        inside = folder.resolve().relative_to(out.resolve())
+        before = dict(files_of)
+        for name in ((inside / n).as_posix() for n in names):
+            files_of[name] = sha256_of(out, name)
+        if files_of != before:
+            _write_small(out, RECORD, dump(record))
+        return
 
 
 def finish(out: Path, record: dict[str, Any], small: Mapping[str, bytes] | None = None) -> None:
-    """Write `small` files and the record, and remove the mark of an unfinished output."""
-    add(out, small or {})
+    """Write `small` files and the record, and remove the mark of an unfinished output.
+
+    The record lists them with their sha256.
+    """
+    add(out, record, small or {})
     _write_small(out, RECORD, dump(record))
     (out / MARKER).unlink(missing_ok=True)
     for name in record["shards"]:

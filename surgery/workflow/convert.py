@@ -218,7 +218,7 @@ def _finished(run: _Run, written: Written) -> Written:
     record = make_record(output, run.plan, written.digests, command, finetune, run.out)
     record["notes"] += filter(None, [card.unread(run.source)])
     text = f"# surgery run {RECIPE} --out FOLDER\n{dump(made)}"
-    add(run.out, {RECIPE: text.encode(), **training.files(record, output.config, run.out)})
+    add(run.out, record, {RECIPE: text.encode(), **training.files(record, output.config, run.out)})
     before = run.source if run.source.steps != output.steps else None
     finish(
         run.out, record, {} if run.request.verify else card.files(before, output, run.out, record)

@@ -10,24 +10,29 @@ from __future__ import annotations
 import dataclasses
 import glob
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from surgery import finetune as training
 from surgery.errors import SurgeryError
-from surgery.quoting import code, command
+from surgery.files import read
+from surgery.quoting import code, command, printable
 from surgery.report import card
 from surgery.storage import finish
 from surgery.storage.hub import hub_errors
+from surgery.storage.lock import HELD, LOCK
 from surgery.storage.patience import patiently
-from surgery.storage.writer import MARKER
+from surgery.storage.record import RECORD, changed
 from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.record import read_record
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
+EDITED = (card.NAME, "recipe.yaml")  # files that their owner may complete before they are sent
+SHOWN = 10  # names in a note
 # Files of another model by these names must not stay beside ours.
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 
@@ -147,14 +152,14 @@ def _plan(
     api: HfApi, folder: Path, record: Mapping[str, Any], repo: str, remote: Mapping[str, str]
 ) -> Pushed:
     """Return what is to be sent to a repository that has these files."""
-    files = listing(folder)
+    files = listing(folder, record)
     return Pushed(
         repo=repo,
         files=files,
         send=_differ(folder, files, record, remote),
         delete=_stale(files, remote),
         url=f"{api.endpoint}/{repo}",
-        notes=_notes(folder),
+        notes=(*_left_out(folder, files), *_notes(folder)),
     )
 
 
@@ -179,7 +184,8 @@ def require_token(repo: str) -> None:
 def require_verified(folder: Path) -> dict[str, Any]:
     """Return the record of an output.
 
-    Raises SurgeryError unless its verification passed and its shards have the recorded sizes.
+    Raises SurgeryError unless its verification passed, its shards have the recorded sizes, and its
+    other files the recorded content. The card and the recipe may be edited, which push asks for.
     """
     record = read_record(folder)
     verification = record.get("verification")
@@ -191,18 +197,45 @@ def require_verified(folder: Path) -> dict[str, Any]:
         path = folder / name
         if not path.is_file() or path.stat().st_size != shard["bytes"]:
             raise SurgeryError(f"{path} is not what was verified", "convert the model again")
+    _require_unchanged(folder, record)
     return record
 
 
-def listing(folder: Path) -> dict[str, int]:
-    """Return the files that are published, with their bytes."""
-    paths = (p for p in sorted(folder.rglob("*")) if p.is_file())
-    names = {p.relative_to(folder).as_posix(): p.stat().st_size for p in paths}
-    return {
-        n: b
-        for n, b in names.items()
-        if n != MARKER and not any(part.startswith((".", "__")) for part in n.split("/"))
-    }
+def _require_unchanged(folder: Path, record: Mapping[str, Any]) -> None:
+    if not record.get("files"):
+        raise SurgeryError(
+            f"the {RECORD} of {folder} does not list its files, so that they cannot be checked",
+            "it is of an older version of surgery: convert the model again",
+        )
+    for name in changed(folder, record):
+        if not (folder / name).exists():
+            raise SurgeryError(f"{folder / name} is missing", "convert the model again")
+        if name in EDITED:
+            continue
+        again = command("surgery", "finetune-script", folder)
+        script = name.startswith(f"{training.FOLDER}/")
+        raise SurgeryError(
+            f"{folder / name} is not what was written",
+            f"write it again: {again}" if script else "restore it, or convert the model again",
+        )
+
+
+def listing(folder: Path, record: Mapping[str, Any]) -> dict[str, int]:
+    """Return the files that are published with their bytes: those that the record lists, and it."""
+    names = sorted({*record["shards"], *record["files"], RECORD})
+    return {name: (folder / name).lstat().st_size for name in names}
+
+
+def strangers(folder: Path, known: Collection[str]) -> list[str]:
+    """Return what else lies in an output: files, links, and folders (with a slash) as one."""
+    parents = {parent.as_posix() for name in known for parent in PurePosixPath(name).parents}
+    found = []
+    for place in sorted(parents):
+        for path in (folder / place).iterdir():
+            name = (PurePosixPath(place) / path.name).as_posix()
+            if name not in known and name not in parents and path.name not in (LOCK, HELD):
+                found.append(f"{name}/" if path.is_dir() and not path.is_symlink() else name)
+    return sorted(found)
 
 
 # --- what is to be done ---------------------------------------------------------------------------
@@ -237,7 +270,7 @@ def _contents(folder: Path, name: str, record: Mapping[str, Any]) -> tuple[str, 
     """Return the hashes that the Hub may give a file: sha256 if large, git's own if small."""
     if name in record["shards"]:
         return (str(record["shards"][name]["sha256"]),)
-    data = (folder / name).read_bytes()
+    data = read(folder, name)
     blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
     return (blob, hashlib.sha256(data).hexdigest())
 
@@ -249,6 +282,14 @@ def _stale(files: Mapping[str, int], remote: Mapping[str, str]) -> tuple[str, ..
         for n in remote
         if n not in files and "/" not in n and any(Path(n).match(p) for p in WEIGHTS)
     )
+
+
+def _left_out(folder: Path, files: Collection[str]) -> tuple[str, ...]:
+    """Return a note of what lies in the folder and is not sent."""
+    found = strangers(folder, files)
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    names = ", ".join(printable(name) for name in found[:SHOWN])
+    return (f"not sent, because surgery did not write it: {names}{more}",) if found else ()
 
 
 def _notes(folder: Path) -> tuple[str, ...]:

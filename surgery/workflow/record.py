@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import platform
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from surgery import __version__, operations
 from surgery.calibration.texts import relocated
 from surgery.checkpoint import Checkpoint, Plan, Source, Step
+from surgery.checkpoint.edit import head_note
 from surgery.demo import DEMO, MODEL
 from surgery.errors import SurgeryError
-from surgery.families import layers_beyond
+from surgery.families import find, layers_beyond
 from surgery.files import expanded
 from surgery.storage import record as stored
 from surgery.storage.digest import Digest
@@ -44,12 +47,22 @@ def default_out(checkpoint: Checkpoint, suffix: str) -> Path:
 def notes_of(output: Checkpoint) -> list[str]:
     """Return what the user should know: of the source, and of each step."""
     notes = [*output.notes, *(note for step in output.steps for note in step.notes)]
+    if note := head_note(output, _is_tied(output)):
+        notes.append(note)
     if beyond := layers_beyond(output):
         which = f"layer {beyond[0]}" if len(beyond) == 1 else f"layers {beyond[0]} to {beyond[-1]}"
         notes.append(
             f"{which}, beyond the number of layers in config.json: copied as in the source"
         )
     return notes
+
+
+def _is_tied(output: Checkpoint) -> bool:
+    """Return whether the config, or the default of its class, ties the head to the embedding."""
+    config = output.text_config
+    with suppress(SurgeryError):  # a copy of a model whose family is unknown
+        config = find(output.config).effective(config)
+    return bool(config.get("tie_word_embeddings"))
 
 
 def make_record(
@@ -81,6 +94,7 @@ def make_record(
         "versions": versions,
         "fingerprint": plan.fingerprint,
         "shards": shards,
+        "files": {n: hashlib.sha256(data).hexdigest() for n, data in plan.small.items()},
         "verification": None,
     }
     return record | ({"finetune": dict(finetune)} if finetune else {})

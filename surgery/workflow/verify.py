@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgery import finetune as training
 from surgery import operations
 from surgery.calibration.settings import Calibration
 from surgery.calibration.texts import Text, is_here, moved, to_measure
@@ -20,6 +21,7 @@ from surgery.proof.require import Require
 from surgery.report import card
 from surgery.storage import finish, open_checkpoint
 from surgery.storage.digest import Digest
+from surgery.storage.record import changed
 from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.record import read_record
 from surgery.workflow.request import Demands
@@ -50,7 +52,7 @@ def verify_folder(
     require = demands.require or Require.of(record.get("require"))
     record |= {"require": require.as_dict()} if require.as_dict() else {}
     require_trust(source, demands.trust_remote_code)
-    rows, digests = check_files(source, folder, record["shards"], fresh, observer)
+    rows, digests = check_files(source, folder, record, fresh, observer)
     from surgery.proof.verification import Verification  # torch and transformers
 
     exact = bool(record["exact"])
@@ -168,25 +170,37 @@ def _require_names(source: Checkpoint, output: Checkpoint) -> None:
             )
 
 
+def is_editable(name: str) -> bool:
+    """Return whether a file of an output is its owner's to edit."""
+    return name in (card.NAME, "recipe.yaml") or name.startswith(f"{training.FOLDER}/")
+
+
 def check_files(
     source: Checkpoint,
     folder: Path,
-    shards: Mapping[str, Any],
+    record: Mapping[str, Any],
     fresh: Iterable[str],
     observer: Observer,
 ) -> tuple[list[Row], dict[str, Digest]]:
-    """Check that shards are as recorded, no other weights lie there, and values are finite."""
+    """Check that files are as recorded, no other weights lie there, and values are finite.
+
+    The card, the recipe and the fine-tune script may be edited: they are no part of the model.
+    """
     from surgery.proof.verification import none_of
 
+    shards = record["shards"]
     unread = sum(s["bytes"] for name, s in shards.items() if name not in fresh)
     with observer.stage("reading back", unread + source.nbytes, "B") as progress:
         damaged, digests = damaged_shards(folder, shards, fresh, progress)
         bad = nonfinite(source.tensors, progress)
-    stray = stray_weights(folder, shards)
+    stray = stray_weights(folder, {*shards, *record.get("files", ())})
+    edited = [n for n in changed(folder, record) if not is_editable(n)]
     rows = [
         none_of("shards_damaged", "shards damaged", damaged),
         none_of("stray_weights", "weight files of another run", stray),
     ]
+    if edited:
+        rows.append(none_of("files_changed", "files changed since they were written", edited))
     if bad:
         rows.append(
             Row(

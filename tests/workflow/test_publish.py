@@ -317,3 +317,107 @@ def test_a_conversion_pushes(hub: FakeHub, tmp_path: Path) -> None:
         (("--push", REPO, "--out", "s3://a/b"), "both --push and a URL"),
     ):
         assert_two_lines(surgery("upcycle", "tiny/llama", *arguments, **shared), words, code=2)
+
+
+# --- what is sent: what the record lists, and nothing else ----------------------------------------
+
+
+SECRETS = ("id_rsa", "credentials.json", "secrets.env", "notes.md", "__pycache__/a.pyc")
+
+
+def test_only_what_the_record_lists_is_sent(hub: FakeHub, out: Path, tmp_path: Path) -> None:
+    """A stranger's file, link or folder stays here, and is named."""
+    (tmp_path / "elsewhere").write_text("mine")
+    for name in (*SECRETS, "private/key.pem", "finetune/wandb.key", ".env"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("secret")
+    (out / "LINK").symlink_to(tmp_path / "elsewhere")
+    (out / "finetune/__pycache__").mkdir()
+    for command in (("--dry-run", "--json"), ("--json",)):
+        ran = push(hub, out, *command)
+        assert ran.code == 0, ran
+        (note,) = (n for n in json.loads(ran.out)["notes"] if n.startswith("not sent"))
+        for name in (
+            *SECRETS[:4],
+            "__pycache__/",
+            "private/",
+            "finetune/wandb.key",
+            "LINK",
+            ".env",
+        ):
+            assert name in note, name
+        files = {f["name"] for f in json.loads(ran.out)["files"]}
+        assert not files & {*SECRETS, "private/key.pem", "LINK", "finetune/wandb.key"}
+    ours = {n for n in main_of(hub) if n != ".gitattributes"}
+    record = json.loads((out / "surgery.json").read_text())
+    assert ours == {*record["shards"], *record["files"], "surgery.json"}
+    assert {"config.json", "LICENSE", "README.md", "finetune/finetune.py"} <= ours
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("config.json", "restore it"),
+        ("LICENSE", "restore it"),
+        ("model.safetensors.index.json", "restore it"),
+        ("finetune/finetune.py", "surgery finetune-script"),
+    ],
+)
+def test_a_file_that_was_edited_is_not_sent(name: str, word: str, hub: FakeHub, out: Path) -> None:
+    (out / name).write_bytes((out / name).read_bytes() + b" ")
+    for option in ((), ("--dry-run",)):
+        assert_two_lines(push(hub, out, *option), f"{name} is not what was written", word)
+    assert not hub.repositories
+
+
+def test_a_link_or_nothing_in_the_place_of_a_file(hub: FakeHub, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes((out / "config.json").read_bytes())
+    (out / "config.json").unlink()
+    assert_two_lines(push(hub, out), "config.json is missing")
+    (out / "config.json").symlink_to(tmp_path / "other")
+    assert_two_lines(push(hub, out), "config.json is a link to ")
+    assert not hub.repositories
+
+
+def test_the_card_and_the_recipe_may_be_completed(hub: FakeHub, out: Path) -> None:
+    """Push itself asks for that."""
+    for name in ("README.md", "recipe.yaml"):
+        (out / name).write_bytes(b"# edited\n" + (out / name).read_bytes())
+    assert push(hub, out).code == 0
+    assert main_of(hub)["README.md"].startswith(b"# edited\n")
+    assert main_of(hub)["recipe.yaml"].startswith(b"# edited\n")
+
+
+def test_what_later_commands_write_is_sent(hub: FakeHub, out: Path) -> None:
+    """The report of an analysis and the figures, and a script that was written again."""
+    report = surgery("analyze", out, "--tokens", 64, "--out", out / "report", "-q")
+    assert report.code == 0, report
+    assert surgery("inspect", out, "--plot", out / "shares.svg").code == 0
+    (out / "finetune/finetune.py").write_text("broken")
+    assert surgery("finetune-script", out, "-q").code == 0
+    ran = push(hub, out, "--json")
+    assert ran.code == 0, ran
+    assert {"report/report.html", "report/analysis.json", "shares.svg"} <= set(main_of(hub))
+    assert not [n for n in json.loads(ran.out)["notes"] if n.startswith("not sent")]
+
+
+def test_a_record_without_its_files_is_refused(hub: FakeHub, out: Path) -> None:
+    record = json.loads((out / "surgery.json").read_text())
+    del record["files"]
+    (out / "surgery.json").write_text(json.dumps(record))
+    assert_two_lines(push(hub, out), "does not list its files", "convert the model again")
+    for name in ("../id_rsa", "/etc/passwd", "a/../../b", ".git/config", "a//b", ""):
+        (out / "surgery.json").write_text(json.dumps(record | {"files": {name: "0"}}))
+        assert_two_lines(push(hub, out), "names a file outside its folder")
+
+
+def test_an_edited_config_fails_the_verification(out: Path, verified: Path) -> None:
+    """The logits need not show it: a limit on positions moves none of those that are compared."""
+    config = json.loads((out / "config.json").read_text())
+    config["max_position_embeddings"] += 1
+    (out / "config.json").write_text(json.dumps(config))
+    ran = surgery("verify", verified.parent / "llama", out)
+    assert ran.code == 1 and "files changed since they were written" in ran.out + ran.err
+    record = json.loads((out / "surgery.json").read_text())
+    row = next(r for r in record["verification"]["rows"] if r["key"] == "files_changed")
+    assert row["detail"] == ["config.json"] and not row["passed"]
