@@ -100,12 +100,22 @@ def config_changes(
 
 
 def _auto_map(config: Mapping[str, Any], base: str) -> Mapping[str, str]:
-    """Return the classes that load the model: those that load its source."""
-    if not config.get("text_config"):
-        return AUTO_MAP
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Return the classes that load the model: those that load its source.
 
-    return BOTH_MAP if base in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else WRAPPER_MAP
+    Raises SurgeryError where transformers has no class of the body alone, which ours extends.
+    """
+    from transformers.models.auto import modeling_auto
+
+    text = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(base)
+    whole = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(base)
+    if (text or whole) and base not in modeling_auto.MODEL_MAPPING_NAMES:
+        raise SurgeryError(
+            f"transformers has no body of a {base} without its head, which custom code extends",
+            "`surgery families` says what works on it",
+        )
+    if whole is None or not config.get("text_config"):
+        return AUTO_MAP
+    return BOTH_MAP if text == whole else WRAPPER_MAP
 
 
 def _require_joinable(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

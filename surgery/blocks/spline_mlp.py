@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+from transformers.pytorch_utils import Conv1D
 
 NUMERATOR, DENOMINATOR = 6, 4  # coefficients of P and Q
 
@@ -46,7 +47,8 @@ class SplineMLP(nn.Module):
             self.add_module(name, child)
         self.entry, self.kind = dict(entry), entry["function"]
         name = entry.get("activation")
-        self.act = ACT2FN[name] if name else _activation(base)
+        # Without a name of its own: one with weights is stored under the one that it had.
+        self.__dict__["act"] = ACT2FN[name] if name else _activation(base)
         weight = self._part("down").weight
         width = weight.shape[0 if entry["transposed"] else 1]
         groups = entry["groups"] or width
@@ -135,12 +137,9 @@ def _cubic(t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _activation(base: nn.Module) -> nn.Module:
-    """Return the one child of the MLP that has no weights and is no dropout."""
-    found = [
-        m
-        for m in base.children()
-        if not isinstance(m, nn.Dropout) and not any(True for _ in m.parameters())
-    ]
+    """Return the one child of the MLP that is no matrix and no dropout."""
+    other = (nn.Dropout, nn.Linear, Conv1D)
+    found = [m for m in base.children() if not isinstance(m, other)]
     if len(found) != 1:
         raise ValueError(
             f"{type(base).__name__} has {len(found)} modules that could be its activation"

@@ -233,12 +233,14 @@ def _auto_class(config: Any) -> Any:
 
     Raises SurgeryError for a model that transformers knows, but not as a language model.
     """
-    autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    autos = [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText]
+    if hasattr(config, "text_config"):  # the whole model, where a class of text would take a part
+        autos.reverse()
     if found := [a for a in autos if type(config) in a._model_mapping]:
         return found[0]
     if config.model_type not in transformers.CONFIG_MAPPING:  # code of its own
-        wraps = "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {})
-        return autos[wraps and hasattr(config, "text_config")]
+        named = getattr(config, "auto_map", None) or {}
+        return next((a for a in autos if a.__name__ in named), transformers.AutoModelForCausalLM)
     raise SurgeryError(
         f"{config.model_type} is no language model to transformers: it has no class for "
         "causal text of that model_type",

@@ -425,11 +425,15 @@ def _mapped(value: Tensor) -> Tensor:
 class _Whole(Tensor):
     """The output of a stub, which is its own first element.
 
-    Some bodies take a layer's output whole, others take `[0]` of a tuple.
+    Some bodies take a layer's output whole, others take `[0]` of a tuple, or unpack a pair.
     """
 
     # Every operation on it returns a plain tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __iter__(self) -> Iterator[Any]:
+        """Unpack as the pair of a layer's output and of what it tells beside it."""
+        return iter((self.as_subclass(Tensor), None))
 
     def __getitem__(self, index: Any) -> Tensor:
         whole = self.as_subclass(Tensor)

@@ -64,17 +64,25 @@ _NAMES_OF_4_IN = {
 }
 
 
+# Of the types whose layers differ in their rotary embeddings, those that transformers 4 knows. For
+# others its names would only mislead transformers 5.
+_BY_KIND_IN_4 = ("gemma3", "gemma3_text", "gemma3n_text")
+
+
 def _rope_for_4(config: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with the fields that transformers 4 reads in place of `rope_parameters`.
 
     They are rope_theta, rope_scaling and, where sliding layers differ, rope_local_base_freq.
     """
     rope, out = new, dict(config)
+    model_type = str(config.get("model_type")).removeprefix("surgery_")
+    by_kind = any(isinstance(value, Mapping) for value in new.values())
+    if by_kind and model_type not in _BY_KIND_IN_4:
+        return out
     if isinstance(full := new.get("full_attention"), Mapping):
         rope = full
         if "rope_theta" in (local := new.get("sliding_attention") or {}):
             out.setdefault("rope_local_base_freq", local["rope_theta"])
-    model_type = str(config.get("model_type")).removeprefix("surgery_")
     for name, key in (*_NAMES_OF_4, *_NAMES_OF_4_IN.get(model_type, ())):
         if key in rope and out.get(name) is None:
             out[name] = rope[key]

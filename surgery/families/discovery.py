@@ -121,7 +121,8 @@ def build(small: Mapping[str, Any]) -> Any:
     import transformers
 
     config = transformers.CONFIG_MAPPING[small["model_type"]].from_dict(dict(small))
-    known = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    known = [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText]
+    known.sort(key=lambda a: "text_config" in small and a is known[0])  # whole where it is wrapped
     auto = next((a for a in known if type(config) in a._model_mapping), known[0])
     model = auto.from_config(config, dtype=torch.float64).eval()
     model.config._experts_implementation = "eager"
@@ -212,6 +213,7 @@ def _facts(ran: _Small, stack: str) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "model_type": str(kind.model_type),
         "layers": _below_body(ran.model, stack),
+        "body": stack.removesuffix(_below_body(ran.model, stack)).removesuffix("."),
         "layers_on_disk": place,
         "embedding": _embedding(ran.model),
         "uneven": len({frozenset(n for n, _ in m.named_parameters()) for m in layers}) > 1,
@@ -294,8 +296,10 @@ def _mlp_facts(
         "transposed": proof.transposed,
         "activation": proof.activation,
         "act_module": bool(proof.act and proof.act.startswith(f"{proof.home}.")),
-        "own_activation": proof.own,
+        "own_activation": (proof.act or "") if proof.own else "",
     }
+    if any("." in p.removeprefix(f"{proof.home}.") for p in (gate, up, down) if p and proof.home):
+        facts["extra"] = f"{proof.home} keeps its matrices in modules inside it"
     if proof.up_first:
         raise SurgeryError(f"{proof.up} holds up before gate, which is not written yet", _WHOLE)
     if shared:  # the names of an expert's matrices, at the place of a dense layer's
@@ -306,7 +310,7 @@ def _mlp_facts(
         facts["mlp"] = proof.home
     alone = bool(proof.home) and not proof.extra
     if not alone and not moe:
-        facts |= {"extra": proof.extra or "its matrices stand in the layer itself"}
+        facts["extra"] = proof.extra or "its matrices stand in the layer itself"
         if proof.gate is None and proof.act:
             loose = (proof.up, proof.act, proof.down)
             facts |= {"mlp": "", "loose": loose, "extra": "", "act_module": True}

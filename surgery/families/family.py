@@ -42,6 +42,8 @@ class Family:
     bias_key: str | None = None
     # The ModuleList of decoder layers in the body of the model.
     layers: str = "layers"
+    # The body's name in the model, of families that were discovered.
+    body: str = ""
     # That list's name on disk, where the loader renames it, and the names on disk of the MLP's
     # parts.
     layers_on_disk: str = ""
@@ -59,8 +61,8 @@ class Family:
     uneven: bool = False
     # Whether the activation is a module of the MLP's; a block must name it otherwise.
     act_module: bool = True
-    # Whether no function of ACT2FN is the activation: a block keeps the module that computes it.
-    own_activation: bool = False
+    # The module that computes the activation where it is no function of ACT2FN: a block keeps it.
+    own_activation: str = ""
     # The embedding's tensor, where its name is none of the usual ones.
     embedding: str = ""
     # What the MLP's module computes besides the MLP, in words; no block can take its place then.

@@ -371,6 +371,8 @@ def _extra(
     if not same(call.output, found.calls[f"{name}.{down}"].output):
         return f"{home} changes what {down} gives, or adds to it"
     module = layer.get_submodule(home)
+    if isinstance(module, nn.Sequential):
+        return f"{home} is a sequence of modules, which a block would break"
     rows = call.input
     for scale in (1.0, LARGE):
         x = rows * scale

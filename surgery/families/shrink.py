@@ -100,6 +100,8 @@ def shrink(config: Mapping[str, Any], layers: int = MOST_LAYERS) -> dict[str, An
             out[name] = {i: v for i, v in value.items() if int(i) < kept}
         elif isinstance(value, Mapping) and "rope" in name:
             out[name] = _rotary(value)
+        elif name == "text_config" and isinstance(value, Mapping) and "vision_config" in config:
+            out[name] = _three_axes(shrink(value, layers))
         elif isinstance(value, Mapping) and name.endswith(("config", "_cfg")):
             out[name] = shrink(value, layers)
         elif _LAYERS.fullmatch(name) and isinstance(value, int):
@@ -113,16 +115,29 @@ def shrink(config: Mapping[str, Any], layers: int = MOST_LAYERS) -> dict[str, An
 
 def _rotary(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary embeddings for heads of HEAD, of each kind of layer where there are several."""
-    out, half = dict(value), HEAD // 2
+    out = dict(value)
     for name, item in value.items():
         if isinstance(item, Mapping):
             out[name] = _rotary(item)
         elif name == "mrope_section" and isinstance(item, list | tuple):
-            out[name] = [half - 2, 1, 1][: len(item)] if len(item) == 3 else list(item)
+            pairs = int(HEAD * float(value.get("partial_rotary_factor") or 1)) // 2
+            out[name] = [pairs - 2, 1, 1] if len(item) == 3 else list(item)
         elif name in ("short_factor", "long_factor") and isinstance(item, list | tuple):
             pairs = int(HEAD * float(value.get("partial_rotary_factor") or 1)) // 2
             out[name] = list(item)[:pairs]
     return out
+
+
+def _three_axes(text: dict[str, Any]) -> dict[str, Any]:
+    """State the sections of rotary embeddings over three axes, which classes assume for large heads.
+
+    Classes without such embeddings ignore them.
+    """
+    rope = text.get("rope_parameters")
+    if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
+        return text
+    half = int(HEAD * float(rope.get("partial_rotary_factor") or 1)) // 2
+    return text | {"rope_parameters": {"mrope_section": [half - 2, 1, 1], **rope}}
 
 
 def _kept(types: Any, most: int) -> int:

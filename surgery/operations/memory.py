@@ -171,6 +171,10 @@ class _Job:
 
     def table(self, entry: Mapping[str, Any]) -> str:
         """Return the name of an entry's table on disk."""
+        family = self.blocks.family
+        if family.layers_on_disk:  # the loader would not rename what it does not know
+            places = (family.body, family.layers.rpartition(".")[0], str(entry["shared"]))
+            return ".".join(filter(None, places))
         layers = self.blocks.prefix.removesuffix(".").rpartition(".")[2]
         return self.blocks.prefix.removesuffix(f"{layers}.") + str(entry["shared"])
 

@@ -253,7 +253,7 @@ def relufy(
     )
     job = _check(checkpoint, options)
     work = _work(job) if job.needs_data else None
-    tensors = dict(job.blocks.checkpoint.tensors)
+    tensors = _without_activations(job)
     for index in job.layers:
         tensors |= _converted(job, index, work)
     step = Step(
@@ -482,6 +482,15 @@ def _native_changes(job: _Job) -> dict[str, Any]:
         changes |= {family.width_key: job.width, ALWAYS_OPEN: job.width - mlp.width}
     changes |= {str(family.bias_key): True} if job.folds == "biases" and family.bias_key else {}
     return {"config": config_with(job.blocks.checkpoint, changes)}
+
+
+def _without_activations(job: _Job) -> dict[str, LazyTensor]:
+    """Return the source's tensors, without the weights of activations that a stock class drops."""
+    blocks = job.blocks
+    if not (job.native and blocks.family.own_activation):
+        return dict(blocks.checkpoint.tensors)
+    gone = tuple(f"{blocks.layer(i)}{blocks.family.own_activation}." for i in job.layers)
+    return {n: t for n, t in blocks.checkpoint.tensors.items() if not n.startswith(gone)}
 
 
 def _converted(job: _Job, index: int, work: Work | None) -> dict[str, LazyTensor]:

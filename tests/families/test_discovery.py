@@ -25,7 +25,15 @@ from surgery.families.probe import prove, trace
 from surgery.families.shrink import shrink
 
 # Facts that the tables do not state, or state only where an operation would need them.
-UNSTATED = ("defaults", "discovered", "embedding", "layers_on_disk", "pre_norms", "bias_key")
+UNSTATED = (
+    "defaults",
+    "body",
+    "discovered",
+    "embedding",
+    "layers_on_disk",
+    "pre_norms",
+    "bias_key",
+)
 
 
 @pytest.mark.parametrize("name", [n for n in MODELS if n in DENSE])
@@ -61,7 +69,7 @@ SOME: dict[str, dict[str, Any]] = {
         },
     },
     "bert": {"loose": ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense")},
-    "apertus": {"own_activation": True, "activation": "XIELUActivation"},
+    "apertus": {"own_activation": "mlp.act_fn", "activation": "XIELUActivation"},
     "qwen3_next": {
         "experts": "mlp.experts",
         "router": "mlp.gate",

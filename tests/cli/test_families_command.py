@@ -1,0 +1,40 @@
+"""`surgery families` says what was measured, and why something does not work."""
+
+from __future__ import annotations
+
+import json
+
+from support import Call
+
+from surgery.families.coverage import KINDS, OPERATIONS, measured, works
+
+
+def test_counts(call: Call) -> None:
+    out = call("families").out
+    for operation in OPERATIONS:
+        for kind in KINDS:
+            assert str(measured().count(kind, operation)) in out
+    assert "commonest reason" in out
+
+
+def test_one_type(call: Call) -> None:
+    out = call("families", "olmo3").out
+    assert "olmo3 (text)" in out and "stock" in out
+    out = call("families", "mamba").out
+    assert "no MLP of mamba is proved" in " ".join(out.split())
+
+
+def test_an_unknown_type_is_told_its_neighbours(call: Call) -> None:
+    done = call("families", "olmo33")
+    assert done.code == 2 and "olmo3" in done.err
+
+
+def test_json_has_every_cell(call: Call) -> None:
+    found = json.loads(call("families", "--json").out)
+    assert found["transformers"] == measured().transformers
+    types = {(t["kind"], t["model_type"]): t for t in found["types"]}
+    assert all(row[o] for row in types.values() for o in OPERATIONS)
+    assert types["text", "llama"]["native"][0] == "mixtral"
+    assert found["counts"]["causal"]["relufy"] == sum(
+        works(t["relufy"]) for (kind, _), t in types.items() if kind == "text"
+    )
