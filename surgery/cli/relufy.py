@@ -87,8 +87,8 @@ if TYPE_CHECKING:
 def relufy_command(common: CommonOptions, hardlink: bool, **options: Any) -> int:
     """Give the MLPs of MODEL an activation that leaves most products at exactly zero, and repair
     them on calibration text, with one layer in memory at a time. The verification shows what it
-    costs: the perplexity of the source, of the change without repair and of the result, on two
-    domains of text. Without MODEL, convert the checkpoint in this folder.
+    costs: the perplexity of the source, of the change without repair and of the result, on
+    held-out text of every domain. Without MODEL, convert the checkpoint in this folder.
 
     \b
     Activations:
