@@ -43,4 +43,4 @@ def test_a_relufied_model_loads_and_its_perplexity_is_known(model: str, tmp_path
     result = convert_alone(source, surgery.relufy(source, repair="none"), tmp_path / "relu")
     assert result.verification is not None and result.verification.passed
     values = {r.check: r.value for r in result.verification.rows}
-    assert 1 < values["perplexity of the source"] < values["perplexity of the output"]
+    assert values["perplexity over the source's, geometric mean over domains"] > 1

@@ -135,9 +135,15 @@ def moved(spec: str, place: Callable[[str], str]) -> str:
 
 
 def is_here(spec: str) -> bool:
-    """Return whether a text is built in, or on this disk."""
+    """Return whether a text is built in, or a file or folder on this disk."""
     name, _ = weighted(spec)
-    return name.startswith(BUILT_IN) or Path(name).exists()
+    return name.startswith(BUILT_IN) or Path(name).is_file() or Path(name).is_dir()
+
+
+def is_near(spec: str) -> bool:
+    """Return whether a text is built in, or its path is relative and at most two levels up."""
+    path = Path(weighted(spec)[0])
+    return not path.is_absolute() and path.parts.count("..") <= 2
 
 
 def relocated(calibration: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def relufy_command(common: CommonOptions, hardlink: bool, **options: Any) -> int
 
     They are repaired on calibration text, with one layer in memory at a time. The verification
     shows what it costs: the perplexity of the source, of the change without repair and of the
-    result, on two domains of text. Without MODEL, convert the checkpoint in this folder.
+    result, on held-out text of every domain. Without MODEL, convert the checkpoint in this folder.
 
     \b
     Activations:

@@ -129,7 +129,7 @@ def _rotary(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _three_axes(text: dict[str, Any]) -> dict[str, Any]:
-    """State the sections of rotary embeddings over three axes, which classes assume for large heads.
+    """State the sections of rotary embeddings over three axes; classes assume those of large heads.
 
     Classes without such embeddings ignore them.
     """

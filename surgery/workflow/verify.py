@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from surgery import finetune as training
 from surgery import operations
 from surgery.calibration.settings import Calibration
-from surgery.calibration.texts import Text, is_here, moved, to_measure
+from surgery.calibration.texts import Text, is_here, is_near, moved, to_measure
 from surgery.checkpoint import Checkpoint, Progress
 from surgery.checkpoint.row import Row
 from surgery.errors import SurgeryError
@@ -116,15 +116,30 @@ def texts_of(steps: Iterable[Parameters], whole: Sequence[str] = ()) -> list[Tex
 def recorded_texts(
     record: Mapping[str, Any], folder: Path, whole: Sequence[str] = ()
 ) -> list[Text]:
-    """Return the texts to measure an output on; those of its record that are gone are left out."""
-    steps = []
-    for step in record["recipe"]:
+    """Return the texts to measure an output on; those of its record that are gone are left out.
+
+    A record may be a stranger's, so what it names is read only near the output, where `seen_from`
+    would have put it.
+
+    Raises SurgeryError where the record of a calibration is none.
+    """
+    calibrated = (step for step in record["recipe"] if step.get("calibration"))
+    return texts_of(({"calibration": _found(step, folder)} for step in calibrated), whole)
+
+
+def _found(step: Parameters, folder: Path) -> Calibration:
+    """Return the calibration of a recorded step, with its texts as far as they are there."""
+    try:
         calibration = Calibration.of(step.get("calibration"))
-        placed = [moved(text, lambda path: str(folder / path)) for text in calibration.texts]
-        here = [t for t in placed if is_here(t)]
-        kept = replace(calibration, text=here, mix=calibration.mix if here else None)
-        steps.append({"calibration": kept})
-    return texts_of(steps, whole)
+        near = [t for t in calibration.texts if is_near(t)]
+        placed = [moved(text, lambda path: str(folder / path)) for text in near]
+    except (AttributeError, TypeError, ValueError) as e:
+        raise SurgeryError(
+            f"{folder} records a calibration that is none ({str(e)[:100]})", "convert it again"
+        ) from None
+    here = [text for text in placed if is_here(text)]
+    mix = calibration.mix if here or calibration.datasets else None
+    return replace(calibration, text=here, mix=mix)
 
 
 def _steps(record: Mapping[str, Any]) -> list[tuple[Operation, Parameters]]:

@@ -11,7 +11,9 @@ import pytest
 
 from surgery.demo import MODEL
 from surgery.demo.corpus import domains
+from surgery.errors import SurgeryError
 from surgery.workflow import recipe
+from surgery.workflow.verify import recorded_texts
 
 RUINED = ("--activation", "shifted", "--threshold", "3", "--repair", "none")
 
@@ -69,3 +71,30 @@ def test_texts_and_shares_reach_the_recipe(call: Any, tmp_path: Path) -> None:
         "mix": 0.25,
     }
     assert made.require.max_perplexity == 1.2
+
+
+@pytest.mark.parametrize(
+    ("calibration", "names"),
+    [
+        ({"text": "../near.txt", "mix": 0}, ["near.txt"]),
+        ({"text": ["../near.txt=2", "../gone.txt"]}, [*domains(), "near.txt"]),
+        ({"text": "../gone.txt", "mix": 0}, [*domains()]),
+        ({"text": "/dev/zero", "mix": 0}, [*domains()]),
+        ({"text": "../../../etc", "mix": 0}, [*domains()]),
+        ({"text": 5}, None),
+        ([1], None),
+    ],
+)
+def test_a_record_names_texts_near_its_output(
+    calibration: Any, names: list[str] | None, tmp_path: Path
+) -> None:
+    """It may be a stranger's: nothing else on this disk is read, and nonsense is an error."""
+    (tmp_path / "near.txt").write_text("One two three.")
+    steps = [{"operation": "relufy", "calibration": calibration}, {"operation": "cast"}]
+    record = {"recipe": steps}
+    if names is None:
+        with pytest.raises(SurgeryError):
+            recorded_texts(record, tmp_path / "out")
+    else:
+        (tmp_path / "out").mkdir()
+        assert [t.domain for t in recorded_texts(record, tmp_path / "out")] == names
