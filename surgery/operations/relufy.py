@@ -365,6 +365,11 @@ def _sizes(blocks: Blocks, options: Options, folds: str) -> tuple[int, int]:
 
 def _require_possible(blocks: Blocks, options: Options) -> None:
     family, swap, plain = blocks.family, options.swap, options.swap.how.plain
+    if blocks.always_open:
+        raise SurgeryError(
+            f"the last {blocks.always_open} neurons of each MLP are always open: it was relufied",
+            "give the model that it was made from",
+        )
     if family.is_moe and (options.repair != "none" or not plain):
         raise SurgeryError(
             f"this model is a mixture already: of the experts of {family.model_type} only relu and "

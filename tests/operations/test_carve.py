@@ -205,11 +205,11 @@ def test_what_was_fitted_is_reported(demo: dict[str, tuple[Checkpoint, quality.Q
 
 
 RELUFIED: list[tuple[str, dict[str, Any]]] = [
-    ("qwen2", {"activation": "relu", "bypass": "full"}),
-    ("llama", {"activation": "drelu", "sparsity": 0.6, "per_neuron": True}),
+    ("qwen2", {"activation": "relu", "bypass": "full", "form": "code"}),
+    ("llama", {"activation": "drelu", "sparsity": 0.6, "per_neuron": True, "bypass": "none"}),
     ("phi3", {"activation": "teal", "sparsity": 0.5, "per_neuron": True, "bypass": 5}),
     ("gpt2", {"activation": "shifted", "sparsity": 0.6}),
-    ("gemma3_text", {"activation": "fatrelu", "sparsity": 0.7, "stage": 2}),
+    ("gemma3_text", {"activation": "fatrelu", "sparsity": 0.7, "stage": 2, "bypass": "none"}),
 ]
 
 
