@@ -277,7 +277,7 @@ def _parameters(job: _Job) -> dict[str, Any]:
         "per_neuron": o.per_neuron or None,
         "allocation": o.allocation if o.allocation != "uniform" else None,
         "stage": o.stage if o.stage == 2 else None,
-        "bypass": job.rank or None,
+        "bypass": job.rank if o.repair != "none" else None,
         "form": o.form if o.form != "auto" else None,
         "layers": None if o.layers is None else list(job.layers),
         "calibration": (job.needs_data and o.calibration.as_dict()) or None,

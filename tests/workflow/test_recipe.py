@@ -127,6 +127,7 @@ dtype: fp16
 operations:
   - operation: relufy
     activation: relu
+    bypass: none
     calibration: {tokens: 256}
   - operation: relufy
     activation: relu2
