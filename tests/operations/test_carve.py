@@ -300,7 +300,7 @@ def test_a_relufied_model_loads_as_it_was_fitted(
         n for n in beside if relufied.tensors[n].read().any()
     }  # zeros: relufication was worse with it
     assert refitted == {n for n in there if n.endswith(tuple(better))}
-    assert bool(refitted) == (name == "qwen2")
+    assert bool(refitted) == (name in ("qwen2", "phi3"))  # the others have no bypass
     assert_walked(model, tmp_path / "out", 64)
 
 
