@@ -42,6 +42,7 @@ def relufied(source: Checkpoint, what: str, tokens: int) -> Checkpoint:
     swap, repair, bypass, *_ = [*what.split(":"), "", ""]
     activation, _, sparsity = swap.partition("-")
     options: dict[str, Any] = {"bypass": int(bypass) if bypass.isdecimal() else bypass or 0}
+    options |= {"form": "code"} if bypass else {}  # experts keep it; plain neurons would be cut up
     options |= {"sparsity": float(sparsity)} if sparsity else {}
     return relufy(
         source,

@@ -20,6 +20,7 @@ from surgery.checkpoint import Checkpoint
 from surgery.operations.relufy import relufy
 from surgery.proof import quality
 from surgery.storage import open_checkpoint
+from surgery.workflow.settle import settle
 
 
 def measure(
@@ -35,7 +36,7 @@ def measure(
     options = {"activation": activation, "repair": repair or "ridge", "calibration": calibration}
     options |= {"bypass": int(bypass) if bypass.isdecimal() else bypass or 0}
     options |= {"sparsity": float(sparsity), "allocation": allocation} if sparsity else {}
-    output = relufy(source, **options)
+    output = settle(relufy(source, **options))
     wall, cpu = time.time(), time.process_time()
     for step in output.steps:
         if step.work:

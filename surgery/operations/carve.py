@@ -276,6 +276,11 @@ def plan(checkpoint: Checkpoint, options: Options) -> Job:
     """Check the options against the checkpoint. Raises SurgeryError where it cannot be cut so."""
     blocks = locate(checkpoint)
     require_whole(blocks)
+    if blocks.always_open:
+        raise SurgeryError(
+            f"the last {blocks.always_open} neurons of each MLP are always open, for every token",
+            "relufy with --form code and carve that: experts keep its bypass and its thresholds",
+        )
     chosen = chosen_layers(blocks, options.layers)
     _require_free(blocks, chosen)
     _check_width(blocks.mlp(chosen[0]).width, options.experts)

@@ -281,7 +281,7 @@ def _parameters(job: _Job) -> dict[str, Any]:
         "per_neuron": o.per_neuron or None,
         "allocation": o.allocation if o.allocation != "uniform" else None,
         "stage": o.stage if o.stage == 2 else None,
-        "bypass": job.rank or None,
+        "bypass": job.rank if o.repair != "none" else None,
         "form": o.form if o.form != "auto" else None,
         "layers": None if o.layers is None else list(job.layers),
         "calibration": (job.needs_data and o.calibration.as_dict()) or None,
@@ -375,6 +375,11 @@ def _sizes(blocks: Blocks, options: Options, folds: str) -> tuple[int, int]:
 
 def _require_possible(blocks: Blocks, options: Options) -> None:
     family, swap, plain = blocks.family, options.swap, options.swap.how.plain
+    if blocks.always_open:
+        raise SurgeryError(
+            f"the last {blocks.always_open} neurons of each MLP are always open: it was relufied",
+            "give the model that it was made from",
+        )
     if family.is_moe and (options.repair != "none" or not plain):
         raise SurgeryError(
             f"this model is a mixture already: of the experts of {family.model_type} only relu and "

@@ -19,9 +19,10 @@ import transformers
 from models import save_model
 from safetensors.torch import load_file, save_file
 
+import surgery
 from surgery.checkpoint import Checkpoint, make_plan
 from surgery.demo import MODEL
-from surgery.errors import UsageError
+from surgery.errors import SurgeryError, UsageError
 from surgery.families import locate
 from surgery.fitting.fold import balanced, constant_direction, deviation, folded
 from surgery.fitting.measures import error, sparsity
@@ -210,6 +211,15 @@ def test_without_a_constant_another_form_is_taken(name: str, form: str, tmp_path
     output = settle(relufy(open_checkpoint(tmp_path), calibration=SMALL))
     assert output.steps[-1].parameters["form"] == form
     assert output.config["model_type"] == ("surgery_" * (form == "code")) + name
+
+
+@pytest.mark.parametrize("operation", ["relufy", "carve"])
+def test_always_open_neurons_are_left_alone(operation: str, tmp_path: Path) -> None:
+    source = planted("llama", tmp_path / "source")
+    output = settle(relufy(source, calibration=SMALL))
+    write(make_plan(output), tmp_path / "out", source=source)
+    with pytest.raises(SurgeryError, match="the last 208 neurons"):
+        getattr(surgery, operation)(open_checkpoint(tmp_path / "out"))
 
 
 def test_forms_of_a_trained_model_compute_alike() -> None:

@@ -397,6 +397,6 @@ def test_a_bypass_is_read_on_top_of_what_is_left(activation: str, expected: floa
     """F = 512 and H = 192, half of the products zero: of 3FH, gate and half of up and down, or half
     of down alone, and H².
     """
-    output = relufy(open_checkpoint(DEMO), activation=activation, bypass="full")
+    output = relufy(open_checkpoint(DEMO), activation=activation, bypass="full", form="code")
     for found in savings_rows(output, [0.5] * 7):
         assert found.value == pytest.approx(expected, rel=1e-3)

@@ -127,6 +127,7 @@ dtype: fp16
 operations:
   - operation: relufy
     activation: relu
+    bypass: none
     calibration: {tokens: 256}
   - operation: relufy
     activation: relu2
@@ -154,7 +155,7 @@ def operations(**more: Any) -> list[tuple[dict[str, Any], ...]]:
         ({**upcycle, "experts": 4, "drop": 0.5, "noise": 1e-3, "router": "zero"},),
         ({**relufy, "activation": "fatrelu", "sparsity": 0.7, "per_neuron": True},),
         (
-            {**relufy, "activation": "relu"},
+            {**relufy, "activation": "relu", "bypass": "none"},
             {**upcycle, "experts": 2, "top_k": 1},
             {"operation": "cast", "dtype": "fp16"},
         ),
@@ -171,7 +172,7 @@ def operations(**more: Any) -> list[tuple[dict[str, Any], ...]]:
             },
         ),
         (
-            {**relufy, "activation": "relu"},
+            {**relufy, "activation": "relu", "bypass": "none"},
             {
                 "operation": "carve",
                 "experts": 4,
