@@ -120,15 +120,14 @@ def main() -> None:
         a.threads = 1
     torch.set_num_threads(a.threads)
     torch.manual_seed(0)
-    library = sparse_kernel.library()
-    if library is None:
+    if not sparse_kernel.available():
         raise SystemExit("there is no C compiler")
     made, clock = mlps(a), Clock(a.clock, a.evict)
     matrices = [made[2].get_parameter(f"{n}_proj.weight").view(-1) for n in ("gate", "up", "down")]
-    views = [m.data.view(torch.int32) for m in matrices]
+    views = [m.data.view(torch.float32) for m in matrices]
     (stream,) = clock.medians([lambda: [v.sum() for v in views]], a.rounds)
     size = sum(m.nbytes for m in matrices)
-    level = sparse_kernel.LEVELS[library.surgery_level()]
+    level = sparse_kernel.LEVELS[sparse_kernel.best_level()]
     print(
         f"{a.hidden} x {a.width}, {a.dtype}, {a.threads} threads, {a.tokens} tokens, {level}; "
         f"{a.clock} clock, medians of {a.rounds}\n"

@@ -141,10 +141,8 @@ def _show(found: Bench) -> None:
     screen.show(f"{found.source} · {found.model_type} · {found.dtype} on {where} · one sequence")
     screen.show(f"medians of {TIMED} tokens, with their quartiles\n")
     screen.show(_table(found))
-    screen.show(
-        "\nideal: if time were proportional to the bytes read\n"
-        "error: of the MLP's output against dense, the largest of a token"
-    )
+    screen.show("\nideal: if time were proportional to the bytes read")
+    screen.show("error: of the MLP's output against dense, the largest of a token")
     if found.generation:
         _show_generation(found.generation)
     if not found.sample.text:
