@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from surgery.checkpoint import Checkpoint, parse_size
 from surgery.errors import UsageError
@@ -36,6 +36,7 @@ __all__ = [
     "memory",
     "open",
     "relufy",
+    "sparse_decode",
     "splinify",
     "upcycle",
     "verify",
@@ -119,6 +120,30 @@ def analyze(
         mix=0.0 if texts else None,
     )
     return analysis.analyze(checkpoint, sample, dtype=choose_dtype(dtype, place), device=place)
+
+
+def sparse_decode(model: Any, on: bool = True) -> None:
+    """Let a loaded model of transformers skip the zeros of its MLPs as it decodes, or not.
+
+    It is for models of any checkpoint that `relufy` made, and for stock ones with ReLU. On a CPU a
+    kernel in C does it, where there is a C compiler: it is compiled once, and kept in the user's
+    cache folder. Whether decoding is faster depends on the size of the MLPs and on the share of
+    zeros; `surgery bench` measures it.
+
+    Args:
+        model: like `AutoModelForCausalLM.from_pretrained(…)`; its MLPs are replaced in place.
+        on: False puts the dense computation back.
+
+    Raises SurgeryError where the activation gives no zeros, or no MLP is a module of its own.
+
+    Example:
+        >>> model = AutoModelForCausalLM.from_pretrained("Qwen3-8B-relu")
+        >>> surgery.sparse_decode(model)
+        >>> model.generate(…)
+    """
+    from surgery.blocks.decoding import set_sparse_decode
+
+    set_sparse_decode(model, on)
 
 
 def write(

@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surgery.analysis.generation import Generation
 from surgery.blocks import block_config
+from surgery.blocks.decoding import ZEROING, block_of
 from surgery.calibration.data import Sample
 from surgery.calibration.observe import Taps, tapped
 from surgery.calibration.walk import Layer, Walk
@@ -33,8 +35,6 @@ TIMED = 16  # tokens of each layer
 EVICT = 2**28  # bytes written between two timings: more than a processor's last cache, or a GPU's
 WORTH = 1.05  # a smaller gain is within what timings vary
 SPREAD = 0.25  # of the median: a larger distance of the quartiles means that something else ran
-ZEROING = ("relu", "relu2", "relu6")
-
 
 Quartiles = tuple[float, float]
 
@@ -85,7 +85,8 @@ class LayerBench:
 class Bench:
     """All layers, and what they were timed on; `threads` is None on a GPU.
 
-    `load` is the machine's load average before the timing, None where the system has none.
+    `load` is the machine's load average before the timing, None where the system has none, and
+    `generation` what the whole model gains, where that was measured.
     """
 
     source: str
@@ -96,6 +97,7 @@ class Bench:
     sample: Sample
     layers: tuple[LayerBench, ...]
     load: float | None = None
+    generation: Generation | None = None
 
     @property
     def dense(self) -> float:
@@ -178,6 +180,7 @@ class Bench:
             "ideal_speedup": self.ideal,
             "sparsity": self.sparsity,
             "verdict": self.verdict,
+            "generation": self.generation and self.generation.as_dict(),
             "layers": [layer.as_dict() for layer in self.layers],
         }
 
@@ -202,7 +205,7 @@ def bench(
     masks = sample.mask.split([len(h) for h in walk.hidden])
     clock = Clock(device)
     layers = []
-    with _threads(threads):
+    with torch_threads(threads):
         for layer in walk:
             layers.append(_time_layer(layer, walk, masks, clock))
             progress(1)
@@ -225,7 +228,8 @@ def bench(
 
 
 @contextmanager
-def _threads(wanted: int | None) -> Iterator[None]:
+def torch_threads(wanted: int | None) -> Iterator[None]:
+    """Compute with this number of threads; None leaves it as it is."""
     before = torch.get_num_threads()
     torch.set_num_threads(wanted or before)
     try:
@@ -268,11 +272,7 @@ def skipping_mlp(mlp: nn.Module, family: Family, activation: str) -> Any:
     if hasattr(mlp, "sparse_decode"):
         skipping: Any = copy.deepcopy(mlp)
     elif activation in ZEROING:
-        from surgery.blocks.sparse_mlp import SparseMLP
-
-        plain = block_config.Sparse(rule="plain", activation=activation)
-        entry = block_config.sparse_entry(family, (), plain)
-        skipping = SparseMLP(copy.deepcopy(mlp), entry)
+        skipping = block_of(copy.deepcopy(mlp), family, activation)
     else:
         return None
     skipping.sparse_decode = True

@@ -536,6 +536,13 @@ def available() -> bool:
     return library() is not None
 
 
+@functools.cache
+def best_level() -> int:
+    """Return which of LEVELS is the best that this processor has, 0 where there is no kernel."""
+    kernel = library()
+    return 0 if kernel is None else int(kernel.surgery_level())
+
+
 def fits(x: Tensor, rule: str, act: str) -> bool:
     """Return whether the kernel can compute this, wherever the weights are like x."""
     few = x.numel() <= MOST_TOKENS * x.shape[-1]
@@ -575,7 +582,7 @@ def compute(
         *(x.numel() // x.shape[-1], x.shape[-1], up.shape[0]),
         *(int(per is not None and len(per) > 1) for per in (t, t_up)),
         *(DTYPES[x.dtype], RULES.index(rule), ACTIVATIONS.index(act), threads),
-        kernel.surgery_level() if level < 0 else level,
+        best_level() if level < 0 else level,
     )
     kernel.surgery_live_mlp(call)
     return y

@@ -112,8 +112,8 @@ class NeuronsMLP(nn.Module):
                 self.act = child  # its name differs from class to class
         if entry["activation"]:
             self.act = ACT2FN[entry["activation"]]
-        self.entry, self._rule_name = dict(entry), entry.get("rule", "plain")
-        self.rule = RULES[self._rule_name]
+        self.entry, self.rule_name = dict(entry), entry.get("rule", "plain")
+        self.rule = RULES[self.rule_name]
         weight = self._part("down").weight
         self.hidden, width = reversed(weight.shape) if entry["transposed"] else weight.shape
         per_neuron = (neurons or width) if entry.get("per_neuron") else 1
@@ -202,7 +202,7 @@ class SparseMLP(NeuronsMLP):
 
     def _has_kernel(self, x: Tensor) -> bool:
         """Return whether the kernel gives y of x: of a few tokens being decoded, from matrices."""
-        if torch.is_grad_enabled() or not fits(x, self._rule_name, self.act_name):
+        if torch.is_grad_enabled() or not fits(x, self.rule_name, self.act_name):
             return False
         gate = self.entry["gate"] and not self.entry["fused"]
         if not all(is_plain(self._part(p), x) for p in ("up", "down", *("gate",) * bool(gate))):
@@ -221,9 +221,7 @@ class SparseMLP(NeuronsMLP):
         biases = (gate_bias, up_bias, self._part("down").bias)
         both = (self.threshold, self.threshold_up)
         thresholds = (None if t is None else t.float() for t in both)  # to() may have cast them
-        y: Tensor = live_mlp(
-            x, gate, up, down, *biases, *thresholds, self._rule_name, self.act_name
-        )
+        y: Tensor = live_mlp(x, gate, up, down, *biases, *thresholds, self.rule_name, self.act_name)
         return y
 
     # --- one token --------------------------------------------------------------------------------

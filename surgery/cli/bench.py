@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from surgery.analysis.bench import Bench
+    from surgery.analysis.generation import Generation
 
 
 @click.command("bench")
@@ -24,6 +26,16 @@ if TYPE_CHECKING:
     show_default=True,
     type=click.IntRange(min=1),
     help="Tokens of text to run.",
+)
+@click.option(
+    "--new-tokens",
+    default=32,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Tokens that the whole model, loaded into memory, generates; 0 for the MLPs alone.",
+)
+@click.option(
+    "--source", metavar="MODEL", help="What MODEL was made from, to compare generation with."
 )
 @click.option(
     "--threads",
@@ -48,6 +60,8 @@ if TYPE_CHECKING:
 def bench_command(
     model: str,
     tokens: int,
+    new_tokens: int,
+    source: str | None,
     threads: int | None,
     device: str | None,
     dtype: str | None,
@@ -60,15 +74,16 @@ def bench_command(
     """Time the MLPs of MODEL as it decodes one sequence, dense and with zeros skipped.
 
     Zeros are skipped by the custom code of a sparse checkpoint, at the sparsity that the model has
-    on the built-in text. MODEL is such a checkpoint, or one with ReLU. Let nothing else run on the
-    machine meanwhile.
+    on the built-in text. MODEL is such a checkpoint, or one with ReLU. Then time the whole model as
+    it generates. Let nothing else run on the machine meanwhile.
 
     \b
     Examples:
-      surgery bench ./my-model-relu
+      surgery bench ./my-model-relu --source ./my-model
       surgery bench ./my-model-relu --threads 8 --dtype fp32 --json
     """
-    from surgery.analysis.bench import bench
+    from surgery.analysis.bench import bench, torch_threads
+    from surgery.analysis.generation import measure
     from surgery.calibration.data import sample_ids
     from surgery.calibration.walk import choose_device, choose_dtype
     from surgery.cli import screen
@@ -84,16 +99,33 @@ def bench_command(
     computing = computing if computing != "mps" else "cpu"
     checkpoint = open_checkpoint(model, revision=revision, strip_prefix=strip_prefix)
     require_trust(checkpoint, trust_remote_code)
+    before = None if source is None else open_checkpoint(source)
+    if before is not None:
+        require_trust(before, trust_remote_code)
     sample = sample_ids(checkpoint, tokens=tokens, sequence_length=min(tokens, 512))
-    with screen.Bars(quiet=quiet or as_json).stage("timing", 0, "layer") as progress:
+    bars, wanted = screen.Bars(quiet=quiet or as_json), choose_dtype(dtype, computing)
+    with bars.stage("timing", 0, "layer") as progress:
         found = bench(
             checkpoint,
             sample,
-            dtype=choose_dtype(dtype, computing),
+            dtype=wanted,
             device=computing,
             threads=threads,
             progress=progress,
         )
+    if new_tokens:
+        with bars.stage("generating", 0, "run") as progress, torch_threads(threads):
+            generated = measure(
+                checkpoint,
+                before,
+                sample.input_ids,
+                new_tokens=new_tokens,
+                left=[layer.left for layer in found.layers],
+                dtype=wanted,
+                device=computing,
+                progress=progress,
+            )
+        found = dataclasses.replace(found, generation=generated)
     if as_json:
         screen.echo_json(found.as_dict())
     else:
@@ -106,16 +138,34 @@ def _show(found: Bench) -> None:
 
     where = found.device + (f", {found.threads} threads" if found.threads else "")
     screen.show(found.verdict)
+    if found.generation:
+        screen.show(found.generation.verdict)
     screen.show(f"{found.source} · {found.model_type} · {found.dtype} on {where} · one sequence")
     screen.show(f"medians of {TIMED} tokens, with their quartiles\n")
     screen.show(_table(found))
     screen.show("\nideal: the speedup if time were proportional to the bytes read")
     screen.show("left: the part of the MLP's bytes that skipping reads")
     screen.show("error: of the MLP's output against dense, the largest of a token")
+    if found.generation:
+        _show_generation(found.generation)
     if not found.sample.text:
         screen.show("note: the tokens are random, and real text has another sparsity")
     for warning in found.warnings:
         screen.show(f"warning: {warning}")
+
+
+def _show_generation(found: Generation) -> None:
+    from surgery.analysis.generation import ALL_ROWS
+    from surgery.cli import screen
+
+    table = screen.columns("the whole model", "tokens/s")
+    for way, rate in found.rates.items():
+        table.add_row(way, f"{rate:.2f}")
+    screen.show(f"\ngenerate() of {found.new_tokens} tokens\n")
+    screen.show(table)
+    screen.show(f"\n{ALL_ROWS}: with every gate open, which is what a faster kernel alone gains")
+    if not found.same_tokens:
+        screen.show("note: skipping and dense generate other tokens, by rounding")
 
 
 def _table(found: Bench) -> Table:

@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from support import write_llama
 
 from surgery.analysis import bench as module
+from surgery.analysis import generation
 from surgery.analysis.bench import Bench, LayerBench, bench
-from surgery.blocks import block_config, custom_code
+from surgery.analysis.weigh import weigh
+from surgery.blocks import block_config, custom_code, sparse_kernel
 from surgery.calibration.data import Sample
 from surgery.cli.bench import _show as show
 from surgery.cli.bench import bench_command
@@ -172,12 +174,19 @@ def test_json_and_table(relu: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "fp32",
         "--device",
         "cpu",
+        "--new-tokens",
+        "4",
     ]
-    bench_command.main([*arguments, "--json"], standalone_mode=False)
+    more = ["--json", "--source", str(relu)]
+    bench_command.main([*arguments, *more], standalone_mode=False)
     printed = json.loads(capsys.readouterr().out)
     assert printed["threads"] == 1 and printed["dtype"] == "float32" and len(printed["layers"]) == 2
     low, high = printed["dense_ms_quartiles"]
     assert 0 < low <= printed["dense_ms"] * 1.5 and low <= high
+    generation = printed["generation"]
+    assert generation["same_tokens"] and generation["new_tokens"] == 4
+    ways = {"source", "dense", "skipping", *["kernel, all rows"] * sparse_kernel.available()}
+    assert set(generation["tokens_per_second"]) == ways
     assert printed["speedup"] == pytest.approx(printed["dense_ms"] / printed["skipping_ms"])
     assert printed["dense_ms"] == pytest.approx(
         sum(layer["dense_ms"] for layer in printed["layers"])
@@ -185,7 +194,8 @@ def test_json_and_table(relu: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench_command.main([*arguments, "--quiet"], standalone_mode=False)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(("no gain", "skipping makes"))
-    assert "float32 on cpu, 1 threads" in lines[1] and "quartiles" in lines[2]
+    assert lines[1].startswith("the whole model generates ") and "x dense;" in lines[1]
+    assert "float32 on cpu, 1 threads" in lines[2] and "quartiles" in lines[3]
     assert any(line.startswith("note: the tokens are random") for line in lines)
     assert "\\n" not in "".join(lines)
 
@@ -204,3 +214,38 @@ def test_the_table_fits_into_100_columns(
     assert "1,230" in out and "1,040–1,270" in out and "207–458" in out and "…" not in out
     table = out.partition("\n\n")[2].partition("\nideal:")[0]
     assert "error" in table and max(map(len, table.splitlines())) <= 100
+
+
+def test_the_ideal_of_the_whole_model_counts_what_is_read(relu: Path, tmp_path: Path) -> None:
+    """Attention, norms and the head whole, the output's bypass whole, its MLPs in part."""
+    source = open_checkpoint(relu)
+    mlps, rest = 2 * 3 * 32 * 64, weigh(source, source.config).active() - 2 * 3 * 32 * 64
+    found = generation._ideal(source, source, [0.5, 0.25])
+    assert found == pytest.approx((rest + mlps) / (rest + 0.375 * mlps))
+    out = tmp_path / "out"
+    folder = with_custom_code(relu, out, "shifted", "relu", 0.1, [0, 1])
+    config = json.loads((folder / "config.json").read_text())
+    config["surgery_blocks"][0]["bypass"] = 32
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"model.layers.{i}.mlp.bypass_out": torch.zeros(32, 32) for i in range(2)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    found = generation._ideal(source, open_checkpoint(folder), [0.5, 0.25])
+    read = rest + 0.375 * mlps + 2 * 32 * 32
+    assert found == pytest.approx((rest + mlps) / read, rel=1e-3)  # thresholds
+
+
+@torch.no_grad()
+def test_every_way_leaves_the_model_as_it_was(relu: Path) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(relu, dtype=torch.float32).eval()
+    before = model(IDS).logits
+    for way in (generation._dense, generation._skipping, generation._all_rows):
+        with way(model):
+            model(IDS[:1, :3])
+        torch.testing.assert_close(model(IDS).logits, before)
+    blocks = [layer.mlp for layer in model.model.layers]
+    assert [(b.rule_name, b.act_name, b.sparse_decode) for b in blocks] == [
+        ("plain", "relu", False)
+    ] * 2
