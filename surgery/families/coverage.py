@@ -32,7 +32,8 @@ class Measured:
     def cell(self, kind: str, model_type: str, operation: str) -> str:
         """Return what came of an operation: one word if it works, else the reason."""
         row = self.rows[kind][model_type]
-        return row.get(operation) or f"{_NOT_BUILT}: {row.get('model', 'it was not measured')}"
+        reason = f"{_NOT_BUILT}: {row['model']}" if "model" in row else "not measured yet"
+        return row.get(operation, reason)
 
     def count(self, kind: str, operation: str) -> int:
         """Return how many types of a kind an operation works on."""

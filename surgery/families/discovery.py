@@ -122,7 +122,8 @@ def build(small: Mapping[str, Any]) -> Any:
 
     config = transformers.CONFIG_MAPPING[small["model_type"]].from_dict(dict(small))
     known = [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText]
-    known.sort(key=lambda a: "text_config" in small and a is known[0])  # whole where it is wrapped
+    if "text_config" in small:  # the whole model, where a class of text would take a part of it
+        known.reverse()
     auto = next((a for a in known if type(config) in a._model_mapping), known[0])
     model = auto.from_config(config, dtype=torch.float64).eval()
     model.config._experts_implementation = "eager"

@@ -18,8 +18,8 @@ def test_counts(call: Call) -> None:
 
 
 def test_one_type(call: Call) -> None:
-    out = call("families", "olmo3").out
-    assert "olmo3 (text)" in out and "stock" in out
+    out = call("families", "starcoder2").out
+    assert "starcoder2 (text)" in out and "stock" in out
     out = call("families", "mamba").out
     assert "no MLP of mamba is proved" in " ".join(out.split())
 
