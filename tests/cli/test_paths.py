@@ -5,15 +5,17 @@ A folder called `~` in the working folder is how this goes wrong.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import click
 import pytest
-from support import Ran, assert_two_lines, surgery, write_llama
+from support import Ran, assert_two_lines, surgery
 
 import surgery as api
 from surgery.cli import surgery as main
 from surgery.cli.paths import Location, UserPath
+from surgery.demo import MODEL
 from surgery.errors import SurgeryError, UsageError
 from surgery.files import expanded
 
@@ -24,7 +26,7 @@ PATHS = ("FOLDER", "DIR", "PATH", "FILE", "MODEL", "OUTPUT", "SOURCE", "RECIPE")
 def home(tmp_path: Path) -> Path:
     (tmp_path / "work").mkdir()
     (tmp_path / "words.txt").write_text("one two three four five six seven eight\n" * 50)
-    write_llama(tmp_path / "m")
+    shutil.copytree(MODEL, tmp_path / "m")  # it has a tokenizer
     return tmp_path
 
 
