@@ -60,7 +60,7 @@ class _Operated:
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
-        body: Any = self.base_model  # type: ignore[attr-defined]
+        body = self._body()
         for entry in config.surgery_blocks:
             layers = [body.get_submodule(entry["stack"])[index] for index in entry["layers"]]
             place = body.get_submodule(entry["stack"].rpartition(".")[0])
@@ -70,6 +70,14 @@ class _Operated:
             if inner is not self and hasattr(inner, "_init_weights"):
                 inner._init_weights = self._init_weights
         self.post_init()  # type: ignore[attr-defined]
+
+    def _body(self) -> Any:
+        """Return the body; Gemma 3's text model in transformers 4 names a base that it has not."""
+        base: Any = self.base_model  # type: ignore[attr-defined]
+        if base is not self:
+            return base
+        modules = self.modules()  # type: ignore[attr-defined]
+        return next((m for m in modules if isinstance(m, _Model)), base)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Begin as BASE does; a block knows how to begin what it adds.
