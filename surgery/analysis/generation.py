@@ -50,7 +50,7 @@ class Generation:
 
     @property
     def verdict(self) -> str:
-        """One line that says what the whole model gains."""
+        """Return one line that says what the whole model gains."""
         base = "source" if "source" in self.rates else DENSE
         gain = self.rates[SKIPPING] / self.rates[base]
         return (
@@ -70,57 +70,53 @@ class Generation:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What is the same for every model: the prompt [1, n], and how to go on after it."""
+
+    prompt: Tensor
+    new_tokens: int
+    dtype: torch.dtype
+    device: str
+    progress: Progress = lambda n: None
+
+
 def measure(
-    checkpoint: Checkpoint,
-    source: Checkpoint | None,
-    ids: Tensor,
-    *,
-    new_tokens: int,
-    left: Sequence[float],
-    dtype: torch.dtype,
-    device: str,
-    progress: Progress = lambda n: None,
+    checkpoint: Checkpoint, source: Checkpoint | None, setting: Setting, left: Sequence[float]
 ) -> Generation:
-    """Time the generation after the first PROMPT tokens of ids [1, n].
+    """Time the generation after the first PROMPT tokens of the prompt.
 
     `left` is the share of the bytes of each layer's MLP that skipping reads, as `bench` found it.
     Each model is in memory whole, one after the other. Raises SurgeryError where transformers
     cannot load it.
     """
-    prompt = ids[:1, :PROMPT].to(device)
-    rates: dict[str, float] = {}
+    times: dict[str, float] = {}
     if source is not None:
-        times, _ = _run(source, {"source": _dense}, prompt, new_tokens, dtype, device, progress)
-        rates |= {way: new_tokens / t for way, t in times.items()}
+        times, _ = _run(source, {"source": _dense}, setting)
     ways = {DENSE: _dense, SKIPPING: _skipping}
-    if device == "cpu" and available():
+    if setting.device == "cpu" and available():
         ways[ALL_ROWS] = _all_rows
-    times, found = _run(checkpoint, ways, prompt, new_tokens, dtype, device, progress)
-    rates |= {way: new_tokens / t for way, t in times.items()}
+    more, found = _run(checkpoint, ways, setting)
     return Generation(
-        rates=rates,
-        new_tokens=new_tokens,
+        rates={way: setting.new_tokens / t for way, t in (times | more).items()},
+        new_tokens=setting.new_tokens,
         same_tokens=torch.equal(found[DENSE], found[SKIPPING]),
         ideal=_ideal(source or checkpoint, checkpoint, left),
     )
 
 
 def _run(
-    checkpoint: Checkpoint,
-    ways: Mapping[str, Callable[[Any], Any]],
-    prompt: Tensor,
-    new_tokens: int,
-    dtype: torch.dtype,
-    device: str,
-    progress: Progress,
+    checkpoint: Checkpoint, ways: Mapping[str, Callable[[Any], Any]], setting: Setting
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Return the median seconds of each way, and what it generates; one round is not counted."""
-    model = stock.meta_model(checkpoint, dtype, device)
-    stock.load(model, checkpoint.tensors, device)
+    model = stock.meta_model(checkpoint, setting.dtype, setting.device)
+    stock.load(model, checkpoint.tensors, setting.device)
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    count = setting.new_tokens
     config = GenerationConfig(
-        do_sample=False, max_new_tokens=new_tokens, min_new_tokens=new_tokens, use_cache=True
+        do_sample=False, max_new_tokens=count, min_new_tokens=count, use_cache=True
     )
+    prompt = setting.prompt[:1, :PROMPT].to(setting.device)
     times: dict[str, list[float]] = {way: [] for way in ways}
     out: dict[str, Tensor] = {}
     for number in range(ROUNDS + 1):
@@ -132,7 +128,7 @@ def _run(
                 out[way] = out[way].cpu()  # waits for a GPU
                 if number:
                     times[way].append(time.perf_counter() - start)
-            progress(1)
+            setting.progress(1)
     return {way: statistics.median(t) for way, t in times.items()}, out
 
 

@@ -137,15 +137,15 @@ def bypass_rank(bypass: int | str, blocks: Blocks, repair: str) -> int:
     """
     if not bypass or bypass == "none":
         return 0
+    if repair == "none":
+        raise UsageError(
+            "a bypass without a repair that fits it", "take --repair ridge or reconstruct"
+        )
     hidden = blocks.mlp(blocks.dense[0]).down.shape[0]
     rank = hidden if bypass == "full" else int(bypass)
     if not 0 <= rank <= hidden:
         raise UsageError(
             f"a bypass of rank {rank} in a model of hidden size {hidden}",
             "give a smaller rank, or full",
-        )
-    if repair == "none":
-        raise UsageError(
-            "a bypass without a repair that fits it", "take --repair ridge or reconstruct"
         )
     return rank

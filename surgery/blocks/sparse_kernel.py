@@ -550,33 +550,24 @@ def fits(x: Tensor, rule: str, act: str) -> bool:
     return few and known and x.device.type == "cpu" and available()
 
 
-def compute(
-    x: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    t: Tensor | None,
-    t_up: Tensor | None,
-    rule: str,
-    act: str,
-    level: int = -1,
-) -> Tensor:
+def compute(x: Tensor, *others: Any, level: int = -1) -> Tensor:
     """Return the MLP's output [..., H] for x [..., H] of at most MOST_TOKENS tokens.
 
-    gate (None where there is none), up and down are [F, H], with a row of memory for each neuron.
-    All have one dtype, except for the thresholds t and t_up, [1] or [F] in fp32. `level` chooses
-    among LEVELS; the best that the processor has is the default.
+    The others are the rest of _TENSORS, in that order, then the names of the rule and the
+    activation. gate, up and down are [F, H], with a row of memory for each neuron. All have one
+    dtype, except for the thresholds t and t_up, [1] or [F] in fp32. What there is none of is None:
+    gate, biases or thresholds. `level` chooses among LEVELS; the best that the processor has is
+    the default.
     """
+    *weights, rule, act = others
+    _, up, _, _, _, _, t, t_up = weights
     kernel = library()
     if kernel is None:
         raise RuntimeError(f"no kernel: there is no C compiler, or {SWITCH}=0")
     x = x.contiguous()
     y, threads = torch.empty_like(x), torch.get_num_threads()
     scratch = torch.empty((threads + 1) * x.numel(), dtype=torch.float32)
-    tensors = (x, gate, up, down, gate_bias, up_bias, down_bias, t, t_up, y, scratch)
+    tensors = (x, *weights, y, scratch)
     call = _Call(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         *(x.numel() // x.shape[-1], x.shape[-1], up.shape[0]),
@@ -596,9 +587,8 @@ def _define() -> Any:
     """
     name = f"live_mlp_{hashlib.sha256(SOURCE.encode()).hexdigest()[:8]}"
     if not hasattr(torch.ops.surgery, name):
-        names = ("x", "gate", "up", "down", "gate_bias", "up_bias", "down_bias", "t", "t_up")
         needed = ("x", "up", "down")
-        tensors = ", ".join(f"Tensor{'' if n in needed else '?'} {n}" for n in names)
+        tensors = ", ".join(f"Tensor{'' if n in needed else '?'} {n}" for n in _TENSORS)
         _DEFINITIONS.define(f"{name}({tensors}, str rule, str act) -> Tensor")
         _DEFINITIONS.impl(name, compute, "CPU")
         torch.library.register_fake(f"surgery::{name}", _fake, lib=_DEFINITIONS)

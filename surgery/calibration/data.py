@@ -119,27 +119,32 @@ def sample_ids(
     """
     chosen = sources.choose(texts, datasets, mix)
     rows = max(1, tokens // sequence_length)
-    return draw(
-        checkpoint, chosen, rows=rows, sequence_length=sequence_length, part=part, seed=seed
-    )
+    windows = Windows(rows=rows, length=sequence_length)
+    return draw(checkpoint, chosen, windows, part=part, seed=seed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Windows:
+    """How much to read: `rows` sequences of `length` tokens, `each` of one text at most."""
+
+    rows: int
+    length: int
+    each: int | None = None
 
 
 def draw(
     checkpoint: Checkpoint,
     texts: Sequence[Text],
+    windows: Windows,
     *,
-    rows: int,
-    sequence_length: int,
     part: Part,
-    each: int | None = None,
     seed: int = 0,
 ) -> Sample:
-    """Return `rows` sequences of `sequence_length` tokens from a part of the texts.
+    """Return sequences of tokens from a part of the texts.
 
     Each comes behind BOS if the tokenizer adds it, and holds one text only. No more is read than
-    needed. A text shorter than one sequence is repeated; texts that hold less than `rows` in all
-    give fewer. `each` is the most that one text gives. Without a tokenizer the ids are random,
-    drawn with `seed`.
+    needed. A text shorter than one sequence is repeated; texts that hold too little in all give
+    fewer. Without a tokenizer the ids are random, drawn with `seed`.
 
     Raises SurgeryError if a text cannot be read, if it holds nothing although it is to be fitted on
     or measured in whole, or if one is given and the checkpoint has no tokenizer.
@@ -149,9 +154,10 @@ def draw(
         if own := [t.domain for t in texts if not t.built_in]:
             hint = "add the tokenizer's files to the checkpoint"
             raise SurgeryError(f"{own[0]} cannot be tokenized: {reason}", hint)
-        return _random(checkpoint, min(rows, each or rows), sequence_length, reason, seed)
-    streams = [_Stream(t, tokenizer, part, sequence_length) for t in texts]
-    found = list(_in_turn(streams, rows, each))
+        rows = min(windows.rows, windows.each or windows.rows)
+        return _random(checkpoint, rows, windows.length, reason, seed)
+    streams = [_Stream(t, tokenizer, part, windows.length) for t in texts]
+    found = list(_in_turn(streams, windows.rows, windows.each))
     if not found:
         name = ", ".join(t.domain for t in texts)
         raise SurgeryError(f"{name}: no text is held out", "give more text")

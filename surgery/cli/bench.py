@@ -83,7 +83,7 @@ def bench_command(
       surgery bench ./my-model-relu --threads 8 --dtype fp32 --json
     """
     from surgery.analysis.bench import bench, torch_threads
-    from surgery.analysis.generation import measure
+    from surgery.analysis.generation import Setting, measure
     from surgery.calibration.data import sample_ids
     from surgery.calibration.walk import choose_device, choose_dtype
     from surgery.cli import screen
@@ -115,16 +115,15 @@ def bench_command(
         )
     if new_tokens:
         with bars.stage("generating", 0, "run") as progress, torch_threads(threads):
-            generated = measure(
-                checkpoint,
-                before,
-                sample.input_ids,
+            setting = Setting(
+                prompt=sample.input_ids,
                 new_tokens=new_tokens,
-                left=[layer.left for layer in found.layers],
                 dtype=wanted,
                 device=computing,
                 progress=progress,
             )
+            left = [layer.left for layer in found.layers]
+            generated = measure(checkpoint, before, setting, left)
         found = dataclasses.replace(found, generation=generated)
     if as_json:
         screen.echo_json(found.as_dict())

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -192,7 +192,7 @@ class CommonOptions:
 
     @property
     def require(self) -> Require:
-        """What the verification is to find for the output to pass."""
+        """Return what the verification is to find for the output to pass."""
         from surgery.proof.require import Require
 
         return Require(max_perplexity=self.max_perplexity)
@@ -312,12 +312,12 @@ def _print_recipe(common: CommonOptions, output: Checkpoint) -> int:
     push = None
     if common.push:
         push = recipe.Push(repo=common.push, private=common.private, pr=common.pr)
-    made = recipe.recipe_of(
-        output,
+    made = replace(
+        recipe.recipe_of(output),
         max_shard_size=common.shard_bytes,
         verify=not common.no_verify,
         require=common.require,
-        finetune=common.finetune,
+        finetune=dict(common.finetune or {}),
         push=push,
     )
     screen.echo(recipe.dump(made), end="")

@@ -83,7 +83,7 @@ class Blocks:
 
     @property
     def always_open(self) -> int:
-        """The number of last neurons of each MLP that are always open, or zero."""
+        """Return the number of last neurons of each MLP that are always open, or zero."""
         return int(self.checkpoint.text_config.get(ALWAYS_OPEN) or 0)
 
     @property
@@ -98,9 +98,10 @@ class Blocks:
 
     @property
     def dense(self) -> tuple[int, ...]:
-        """The layers that are operated on: those with a dense MLP, where layers differ by design.
+        """Return the layers that are operated on.
 
-        Raises SurgeryError where none has one.
+        Where layers differ by design, they are those with a dense MLP. Raises SurgeryError where
+        none has one.
         """
         if not self.family.uneven:
             return tuple(range(self.count))

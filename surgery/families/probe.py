@@ -50,7 +50,7 @@ class Call:
 
     @property
     def input(self) -> Tensor | None:
-        """The first tensor that it was given."""
+        """Return the first tensor that it was given."""
         given = (*self.args, *self.kwargs.values())
         return next((t for t in given if isinstance(t, Tensor) and t.is_floating_point()), None)
 
@@ -309,9 +309,8 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _proof(layer: nn.Module, name: str, parts: _Parts, down: str, act: _Act, found: Trace) -> Proof:
     """Return the MLP, with the module that is its home."""
-    paths = [p for p in (parts.gate, parts.up, down) if p]
-    home = _common(paths)
-    extra = _extra(layer, name, home, parts, down, act, found) if home else ""
+    home = _home(parts, down)
+    extra = _extra(layer, name, parts, down, act, found) if home else ""
     h = found.calls[f"{name}.{down}"].input
     up = found.calls[f"{name}.{parts.up}"].output
     gate = found.calls[f"{name}.{parts.gate}"].output if parts.gate else None
@@ -353,16 +352,14 @@ def _common(paths: Sequence[str]) -> str:
     return ".".join(shared)
 
 
-def _extra(
-    layer: nn.Module,
-    name: str,
-    home: str,
-    parts: _Parts,
-    down: str,
-    act: _Act,
-    found: Trace,
-) -> str:
+def _home(parts: _Parts, down: str) -> str:
+    """Return the module that holds all matrices of an MLP, "" where only the layer does."""
+    return _common([path for path in (parts.gate, parts.up, down) if path])
+
+
+def _extra(layer: nn.Module, name: str, parts: _Parts, down: str, act: _Act, found: Trace) -> str:
     """Return what the home of an MLP computes besides the formula, "" where that is nothing."""
+    home = _home(parts, down)
     call = found.calls.get(f"{name}.{home}")
     if call is None or call.input is None:
         return f"{home} gives no tensor"

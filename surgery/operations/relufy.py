@@ -116,14 +116,19 @@ class _Job:
     rank: int  # of the bypass
     native: bool  # stock transformers can compute it
     folds: str  # what holds thresholds and bypass natively: "stock" neurons, "biases" or ""
-    width: int  # of the MLP that is written
+    added: int  # neurons that each MLP gets more
     fixed: Mapping[int, float]  # the threshold of each layer, 0 where it is chosen on data
 
     @property
     def waits(self) -> bool:
-        """Whether the form is yet to be chosen, by a measurement."""
-        exact = self.blocks.mlp(self.layers[0]).biased
-        return self.options.form == "auto" and self.folds == "stock" and not exact
+        """Return whether the form is yet to be chosen, by a measurement."""
+        asked = self.options.form == "auto" and self.folds == "stock"
+        return asked and not self.blocks.mlp(self.layers[0]).biased
+
+    @property
+    def width(self) -> int:
+        """Return the number of neurons of the MLPs that are written."""
+        return self.blocks.mlp(self.layers[0]).width + self.added
 
     @property
     def act(self) -> str:
@@ -165,8 +170,7 @@ class _Job:
     @property
     def biased(self) -> bool:
         """Return whether the repair also fits a bias of the output."""
-        grows = self.width > self.blocks.mlp(self.layers[0]).width
-        held = not self.native or self.folds == "biases" or grows
+        held = not self.native or self.folds == "biases" or self.added > 0
         return self.options.repair != "none" and held
 
     @property
@@ -302,7 +306,7 @@ def _check(checkpoint: Checkpoint, options: Options) -> _Job:
     every = chosen == chosen_layers(blocks, None)
     whole = every and not checkpoint.config.get("surgery_blocks")
     folds = _folds(blocks, options, whole=whole)
-    rank, width = _sizes(blocks, options, folds)
+    rank, added = _sizes(blocks, options, folds)
     plain = options.swap.how.plain and bool(blocks.family.activation_key) and not rank
     stock = plain and options.stage == 1 and whole
     folds = folds if rank or not stock else ""
@@ -316,7 +320,7 @@ def _check(checkpoint: Checkpoint, options: Options) -> _Job:
         rank=rank,
         native=native,
         folds=folds,
-        width=width,
+        added=added,
         fixed=_fixed(options.threshold, chosen),
     )
     if not job.native:
@@ -346,31 +350,30 @@ def _folds(blocks: Blocks, options: Options, *, whole: bool) -> str:
             "it needs relu, relu2 or shifted in every layer of a gated MLP whose activation is a "
             "config field: leave --form out",
         )
+    if options.form == "code" or not foldable:
+        return ""
     biased = blocks.mlp(chosen_layers(blocks, None)[0]).biased
     if options.form == "biases" and not (family.bias_key or biased):
         raise UsageError(f"the MLP of {family.model_type} has no biases", "take --form stock")
-    if options.form == "code" or not foldable:
-        return ""
     if options.form == "auto" and options.repair == "none":  # no text is read for a direction
         return "biases" if family.bias_key else ""
     return "biases" if biased else options.form.replace("auto", "stock")
 
 
 def _sizes(blocks: Blocks, options: Options, folds: str) -> tuple[int, int]:
-    """Return the rank of the bypass and the width of the MLP that is written."""
-    down = blocks.mlp(chosen_layers(blocks, None)[0]).down
-    hidden, width = down.shape
+    """Return the rank of the bypass, and how many neurons each MLP gets more to hold it."""
+    auto = options.bypass == "auto"
+    rank = 0 if auto else bypass_rank(options.bypass, blocks, options.repair)
+    if not rank and (not auto or options.repair == "none" or not blocks.family.gated):
+        return 0, 0
+    hidden, width = blocks.mlp(chosen_layers(blocks, None)[0]).down.shape
+    if not folds:
+        return rank or affordable_rank(hidden, width, BYPASS_PART), 0
     constant = int(folds == "stock")  # the neuron that holds the correction
-    if options.bypass != "auto":
-        rank = bypass_rank(options.bypass, blocks, options.repair)
-        return rank, grown(width + rank + constant) if rank and folds else width
-    if options.repair == "none" or not blocks.family.gated:
-        return 0, width
-    if folds:
-        wider = grown(width + width // BYPASS_PART)
-        rank = min(hidden, wider - width - constant)
-        return rank, min(wider, grown(width + rank + constant))
-    return affordable_rank(hidden, width, BYPASS_PART), width
+    most = grown(width + width // BYPASS_PART)
+    rank = rank or min(hidden, most - width - constant)
+    wider = grown(width + rank + constant)
+    return rank, (min(most, wider) if auto else wider) - width
 
 
 def _require_possible(blocks: Blocks, options: Options) -> None:
@@ -421,10 +424,9 @@ def _notes(job: _Job) -> tuple[str, ...]:
         "reconstruct": "gate, up and down were optimised on calibration text",
     }[job.options.repair]
     notes = [f"{job.blocks.activation} became {job.options.activation}; {weights}"]
-    added = job.width - job.blocks.mlp(job.layers[0]).width
-    if added:
+    if job.added:
         notes.append(
-            f"{added} neurons were added to each MLP, always open or zero; they stand last"
+            f"{job.added} neurons were added to each MLP, always open or zero; they stand last"
         )
     if job.native:
         notes.append(
@@ -481,10 +483,10 @@ def _measured_form(job: _Job, progress: Progress) -> str:
 
 
 def _native_changes(job: _Job) -> dict[str, Any]:
-    family, mlp = job.blocks.family, job.blocks.mlp(job.layers[0])
+    family = job.blocks.family
     changes: dict[str, Any] = {family.activation_key: job.act}
-    if job.width > mlp.width:
-        changes |= {family.width_key: job.width, ALWAYS_OPEN: job.width - mlp.width}
+    if job.added:
+        changes |= {family.width_key: job.width, ALWAYS_OPEN: job.added}
     changes |= {str(family.bias_key): True} if job.folds == "biases" and family.bias_key else {}
     return {"config": config_with(job.blocks.checkpoint, changes)}
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from surgery.calibration.data import Sample, draw
+from surgery.calibration.data import Sample, Windows, draw
 from surgery.calibration.observe import tapped
 from surgery.calibration.texts import Text, to_measure
 from surgery.calibration.walk import Walk
@@ -56,7 +56,7 @@ class Quality:
 
     @property
     def mean(self) -> float:
-        """The geometric mean of the perplexity over all domains."""
+        """Return the geometric mean of the perplexity over all domains."""
         return geometric_mean(self.perplexity.values())
 
     def over(self, source: Quality) -> dict[str, float]:
@@ -83,14 +83,8 @@ def texts(
     The texts are the built-in domains where no other are `chosen`.
     """
     chosen, each = chosen or to_measure(), max(1, tokens // sequence_length)
-    return draw(
-        checkpoint,
-        chosen,
-        rows=each * len(chosen),
-        each=each,
-        sequence_length=sequence_length,
-        part="held_out",
-    )
+    windows = Windows(rows=each * len(chosen), length=sequence_length, each=each)
+    return draw(checkpoint, chosen, windows, part="held_out")
 
 
 def measure(

@@ -206,16 +206,14 @@ def _write(run: _Run) -> Written:
 
 def _finished(run: _Run, written: Written) -> Written:
     """Write what stands beside the weights; the card only where no verification will write it."""
-    output, finetune = run.output, run.request.finetune
-    size, command, require = (
-        run.request.max_shard_size,
-        run.request.command,
-        run.request.require,
+    output, request, finetune = run.output, run.request, run.request.finetune
+    made = replace(
+        recipe_of(output, run.out),
+        max_shard_size=request.max_shard_size,
+        require=request.require,
+        finetune=dict(finetune or {}),
     )
-    made = recipe_of(
-        output, max_shard_size=size, require=require, finetune=finetune, folder=run.out
-    )
-    record = make_record(output, run.plan, written.digests, command, finetune, run.out)
+    record = make_record(output, run.plan, written.digests, request.command, finetune, run.out)
     record["notes"] += filter(None, [card.unread(run.source)])
     text = f"# surgery run {RECIPE} --out FOLDER\n{dump(made)}"
     add(run.out, record, {RECIPE: text.encode(), **training.files(record, output.config, run.out)})

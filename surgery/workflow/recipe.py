@@ -285,17 +285,8 @@ def apply_step(checkpoint: Checkpoint, operation: str, parameters: Mapping[str, 
     return record.function(checkpoint, **given)
 
 
-def recipe_of(
-    output: Checkpoint,
-    *,
-    max_shard_size: int | None = None,
-    verify: bool = True,
-    require: Require | None = None,
-    finetune: Mapping[str, Any] | None = None,
-    push: Push | None = None,
-    folder: Path | None = None,
-) -> Recipe:
-    """Return the recipe that makes `output` again, its source pinned.
+def recipe_of(output: Checkpoint, folder: Path | None = None) -> Recipe:
+    """Return the recipe of the operations that make `output` again, its source pinned.
 
     Paths are as seen from `folder`, the output's, and absolute without one.
     """
@@ -312,11 +303,6 @@ def recipe_of(
         revision=source.revision,
         strip_prefix=source.strip_prefix,
         operations=tuple(_with_paths(entry, place) for entry in entries),
-        max_shard_size=max_shard_size,
-        verify=verify,
-        require=require if require and require.as_dict() else None,
-        finetune=dict(finetune or {}),
-        push=push,
     )
 
 
@@ -356,10 +342,9 @@ def dump(recipe: Recipe) -> str:
     for kind in (list, tuple):
         Dumper.add_representer(kind, represent_list)
     values = ((f, getattr(recipe, f.name)) for f in fields(recipe))
-    data = {f.name: value for f, value in values if value not in (None, {}, f.default)}
-    for key, part in (("push", recipe.push), ("require", recipe.require)):
-        if part:
-            data[key] = asdict(part)
+    data = {f.name: value for f, value in values if value not in (None, {}, Require(), f.default)}
+    data |= {"push": asdict(recipe.push)} if recipe.push else {}
+    data |= {"require": recipe.require.as_dict()} if recipe.require else {}
     form: dict[str, Any] = {"Dumper": Dumper, "sort_keys": False, "width": 120}
     made = str(yaml.dump(data, allow_unicode=True, **form))
     plain = made == printable(made, lines=True)

@@ -304,7 +304,8 @@ def test_a_relufied_model_loads_as_it_was_fitted(
 
 
 def test_what_of_a_relufied_model_cannot_be_carved(tmp_path: Path) -> None:
-    relufied, _ = relufied_of("llama", {"activation": "relu", "bypass": 5}, tmp_path)
+    swap = {"activation": "relu", "bypass": 5, "form": "code"}
+    relufied, _ = relufied_of("llama", swap, tmp_path)
     with pytest.raises(UsageError, match="a bypass of rank 4 for layer 0, which has one of rank 5"):
         carve(relufied, bypass=4, **CUT)
     assert carve(relufied, bypass=5, **CUT).steps[-1].parameters["bypass"] == 5

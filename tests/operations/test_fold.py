@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fitting.test_fold import planted
+from fitting.test_folding import planted
 from models import save_model
 
 import surgery
