@@ -28,6 +28,7 @@ SILENCE = 120.0  # seconds without a heartbeat after which a process counts as g
 ARRIVAL = 300  # seconds in which all processes must have started
 HEARD = 15.0  # seconds that a failed process waits for rank 0 to read its error
 GLANCE = 0.2  # seconds between two looks at the store
+SAME = 3.0  # seconds that rank 0 waits for others that fail of the same cause
 CLOSING = 5.0  # seconds that the end of a run waits for its last heartbeat
 
 T = TypeVar("T")
@@ -132,6 +133,7 @@ class Together(Group):
             self._store.add("failures", 1)
             if not self.rank:
                 self._store.add("heard", 1)
+                self._await_failures()
                 return False
             until = time.monotonic() + HEARD
             while not self._store.add("heard", 0) and time.monotonic() < until:
@@ -142,6 +144,16 @@ class Together(Group):
         if heard:  # Rank 0 prints now. The launcher would end it as soon as this process ends.
             time.sleep(1.0)
         return heard
+
+    def _await_failures(self) -> None:
+        """Let processes that fail of the same cause find out that rank 0 prints it.
+
+        The store may end with rank 0, and each would then print the error for itself.
+        """
+        until = time.monotonic() + SAME
+        while self._store.add("failures", 0) < self.size and time.monotonic() < until:
+            time.sleep(GLANCE)
+        time.sleep(GLANCE)  # in which the last of them reads "heard"
 
     def close(self) -> None:
         """Stop the heartbeat.
