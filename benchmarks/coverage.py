@@ -271,7 +271,9 @@ def _reason(e: Exception) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("types", nargs="*")
     parser.add_argument("--kind", choices=KINDS, action="append")
     parser.add_argument("--operation", choices=OPERATIONS, action="append")

@@ -19,11 +19,17 @@ FILES = sorted(BENCHMARKS.glob("*.py"))
 
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let benchmarks import each other, as when they are started; their names are free after it."""
+    """Let benchmarks import each other, as when they are started.
+
+    Their names are free before it, since other tests import a script of an output by its name, and
+    after it.
+    """
     monkeypatch.syspath_prepend(BENCHMARKS)
-    before = set(sys.modules)
+    names = [path.stem for path in FILES]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield
-    for name in {path.stem for path in FILES} - before:
+    for name in names:
         sys.modules.pop(name, None)
 
 

@@ -78,7 +78,8 @@ def test_tables_heed_columns_in_a_pipe(
     ("arguments", "message", "code"),
     [
         (["--coactivation"], "--coactivation needs --out", 2),
-        (["--text", "a", "--dataset", "b"], "exclude each other", 2),
+        (["--mix", "0.5"], "no text to mix in", 2),
+        (["--text", "a=0"], "a with a weight of 0", 2),
         (["--device", "abacus"], "no device 'abacus' here", 2),
         (["--on", "abacus"], "no device 'abacus' is known", 2),
         (["--text", "my.txt"], "my.txt cannot be tokenized: the checkpoint has no tokenizer", 1),

@@ -117,7 +117,7 @@ CASES = {
     "ids beyond the embedding": Case(
         command=RELUFY,
         before=large_ids,
-        words=("gives the id 3, and the model's embedding has 3 rows", "resize_token_embeddings"),
+        words=("gives the id 4, and the model's embedding has 3 rows", "resize_token_embeddings"),
     ),
     "ids beyond the embedding, verified": Case(
         command=UPCYCLE, before=large_ids, words=("the model's embedding has 3 rows",)
