@@ -16,14 +16,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import save_model
+from models import logits_of, save_model
 
 from surgery.calibration.settings import Calibration
 from surgery.calibration.texts import to_measure
 from surgery.checkpoint import Checkpoint, make_plan
 from surgery.demo import MODEL
-from surgery.errors import SurgeryError, UsageError
+from surgery.errors import UsageError
 from surgery.fitting.allocation import allocate, cost
+from surgery.fitting.cross_validation import validated
 from surgery.fitting.measures import error, sparsity
 from surgery.fitting.neurons import Neurons, turned
 from surgery.fitting.ridge import ridge, solve
@@ -332,13 +333,13 @@ def test_an_interrupted_calibration_goes_on(
     source = checkpoint_of("llama", tmp_path / "source")
     fitted: list[int] = []
 
-    def interrupted(mlp: Neurons, rows: Rows, **options: Any) -> Neurons:
+    def interrupted(mlp: Neurons, rows: Rows, **options: Any) -> Any:
         fitted.append(1)
         if len(fitted) == 2:
             raise KeyboardInterrupt
-        return ridge(mlp, rows, **options)
+        return validated(mlp, rows, **options)
 
-    monkeypatch.setattr("surgery.fitting.ridge.ridge", interrupted)
+    monkeypatch.setattr("surgery.fitting.cross_validation.validated", interrupted)
     outputs = [relufy(source, bypass="none", calibration=SMALL) for _ in range(3)]
     work = outputs[0].steps[-1].work
     with pytest.raises(KeyboardInterrupt):
@@ -373,9 +374,25 @@ def test_impossible_options(options: dict[str, Any], kind: type[Exception], seen
     assert seen in str(caught.value)
 
 
-def test_opt_has_no_block_to_take_the_place_of(tmp_path: Path) -> None:
-    with pytest.raises(SurgeryError, match="no module"):
-        relufy(checkpoint_of("opt", tmp_path), activation="teal")
+def test_opt_gets_a_block_where_its_loose_parts_are_gathered(tmp_path: Path) -> None:
+    """A threshold of 0 changes nothing, and one that nothing reaches leaves no product."""
+    source = checkpoint_of("opt", tmp_path / "source")
+    found = []
+    for threshold in (0.0, 1e9):
+        output = relufy(source, activation="teal", threshold=threshold, repair="none")
+        assert {e["kind"] for e in output.config["surgery_blocks"]} == {"gathered", "sparse"}
+        write(make_plan(output), tmp_path / f"{threshold}", source=source)
+        found.append(opt_logits(tmp_path / f"{threshold}"))
+    want = opt_logits(tmp_path / "source")
+    assert torch.equal(found[0], want) and not torch.allclose(found[1], want, atol=0.01)
+
+
+@torch.no_grad()
+def opt_logits(folder: Path) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.float32
+    )
+    return logits_of(model.eval())
 
 
 def test_the_same_settings_have_the_same_identity(tmp_path: Path) -> None:
