@@ -12,6 +12,7 @@ from surgery.files import expanded, is_url
 from surgery.operations.carve import carve
 from surgery.operations.cast import cast
 from surgery.operations.memory import memory
+from surgery.operations.prune import prune
 from surgery.operations.relufy import relufy
 from surgery.operations.splinify import splinify
 from surgery.operations.upcycle import upcycle
@@ -35,6 +36,7 @@ __all__ = [
     "inspect",
     "memory",
     "open",
+    "prune",
     "relufy",
     "sparse_decode",
     "splinify",
