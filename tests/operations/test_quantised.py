@@ -18,6 +18,9 @@ from surgery import operations
 from surgery.checkpoint import Checkpoint
 from surgery.checkpoint.tensors import FLOATS
 from surgery.errors import SurgeryError
+from surgery.operations.fold import fold
+from surgery.operations.prune import prune
+from surgery.operations.relufy import relufy
 from surgery.storage import open_checkpoint
 
 NAME = "model.layers.0.mlp.up_proj"
@@ -28,6 +31,8 @@ OPERATIONS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
     "memory": lambda c: surgery.memory(c),
     "splinify": lambda c: surgery.splinify(c),
     "cast": lambda c: surgery.cast(c, "fp32"),
+    "prune": lambda c: prune(c, keep=0.5, multiple_of=8),
+    "fold": lambda c: fold(relufy(c, activation="shifted", threshold=0.1, form="code")),
 }
 
 

@@ -30,7 +30,8 @@ def test_broken_and_hostile_files(tmp_path: Path) -> None:
     counts, findings = fuzz.fuzz(2000, 1, None, tmp_path)
     assert not findings, "\n".join(findings[:5])
     assert sum(sum(c.values()) for c in counts.values()) == 2000
-    assert all(c["read"] and c["refused"] for c in counts.values()), counts
+    # Metadata of a card that cannot be read is dropped with a note: it refuses no checkpoint.
+    assert all(c["read"] and (c["refused"] or n == "metadata") for n, c in counts.items()), counts
 
 
 CONFIGS: tuple[tuple[dict[str, Any], str], ...] = (
