@@ -22,7 +22,7 @@ FILES = {"finetune.py", "fsdp2.yaml", "zero3.yaml", "axolotl.yaml", "requirement
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_script_is_short_enough_to_read(name: str, conversions: Convert) -> None:
-    """A script has at most 210 lines of at most 100 columns.
+    """A script has at most 215 lines of at most 100 columns.
 
     Nothing is left of the template either: no tag, no unused import, no run of blank lines.
     """

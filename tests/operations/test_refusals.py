@@ -205,6 +205,12 @@ def test_an_activation_that_no_field_decides() -> None:
     assert "gpt_oss is fixed in its code" in error.message
 
 
+def test_a_bypass_beside_the_experts_of_a_mixture() -> None:
+    """No dense MLP is looked for in it."""
+    error = refusal(lambda: relufy(upcycle(LLAMA), repair="none", bypass=4))
+    assert error.message == "a bypass without a repair that fits it"
+
+
 def test_an_unknown_dtype() -> None:
     error = refusal(lambda: cast(LLAMA, "bfloat8"))
     assert "'bfloat8'" in error.message and "bf16" in error.hint
