@@ -76,8 +76,7 @@ class _Operated:
         base: Any = self.base_model  # type: ignore[attr-defined]
         if base is not self:
             return base
-        modules = self.modules()
-        return next((m for m in modules if isinstance(m, _Model)), base)
+        return next((m for m in self.modules() if isinstance(m, _Model)), base)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Begin as BASE does; a block knows how to begin what it adds.

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from surgery.demo import corpus
 from surgery.errors import SurgeryError, UsageError
+from surgery.files import expanded
 
 Part = Literal["fit", "held_out", "all"]
 BUILT_IN = "builtin:"  # before the name of a built-in domain, where a text is asked for
@@ -112,7 +113,7 @@ def weighted(spec: str) -> tuple[str, float]:
     Raises UsageError for a weight that is not positive.
     """
     name, equals, number = spec.rpartition("=")
-    if not equals or not name or Path(spec).exists():
+    if not equals or not name or expanded(spec).exists():
         return spec, 1.0
     try:
         weight = float(number)
@@ -137,12 +138,12 @@ def moved(spec: str, place: Callable[[str], str]) -> str:
 def is_here(spec: str) -> bool:
     """Return whether a text is built in, or a file or folder on this disk."""
     name, _ = weighted(spec)
-    return name.startswith(BUILT_IN) or Path(name).is_file() or Path(name).is_dir()
+    return name.startswith(BUILT_IN) or expanded(name).is_file() or expanded(name).is_dir()
 
 
 def is_near(spec: str) -> bool:
     """Return whether a text is built in, or its path is relative and at most two levels up."""
-    path = Path(weighted(spec)[0])
+    path = expanded(weighted(spec)[0])
     return not path.is_absolute() and path.parts.count("..") <= 2
 
 
@@ -190,7 +191,7 @@ def _built_in(domain: str, weight: float) -> Text:
 def _text(name: str, weight: float) -> Text:
     if name.startswith(BUILT_IN):
         return _built_in(name.removeprefix(BUILT_IN), weight)
-    path = Path(name)
+    path = expanded(name)
     return Text(domain=path.resolve().name, weight=weight, pieces=partial(_of_path, path))
 
 

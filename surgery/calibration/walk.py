@@ -179,11 +179,11 @@ class Walk:
 
         Each comes with the names of its tensors on disk.
         """
-        found = []
+        found, place = [], self.layers_name.rpartition(".")[0]
         for name in block_config.shared_modules(self.checkpoint.config, index):
             leaf = name.rpartition(".")[2]
             stored = [n for n in self.checkpoint.tensors if f".{leaf}." in f".{n}"]
-            found.append((stored, self.model.base_model.get_submodule(name)))
+            found.append((stored, self.model.get_submodule(f"{place}.{leaf}".removeprefix("."))))
         return found
 
     def load(self, names: Sequence[str]) -> None:

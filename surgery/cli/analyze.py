@@ -54,6 +54,7 @@ class Run:
 )
 @click.option(
     "--text",
+    type=LOCATION,
     multiple=True,
     metavar="PATH[=WEIGHT]",
     help="Text to measure on: a file, a .jsonl, a folder, or a built-in domain like "

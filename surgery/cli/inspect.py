@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from surgery.cli.options import strip_prefix
-from surgery.cli.paths import UserPath
+from surgery.cli.paths import LOCATION, UserPath
 
 if TYPE_CHECKING:
     from surgery.analysis.weigh import Weights
@@ -20,7 +20,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 @click.command(
     "inspect", short_help="Weigh a model: parameters, FLOPs, bytes, milliseconds per token."
 )
-@click.argument("model", default=".")
+@click.argument("model", type=LOCATION, default=".")
 @click.option(
     "--device",
     default="h100",
@@ -103,9 +103,10 @@ def inspect_command(
 def _weigh(model: str, revision: str | None, prefix: str | None) -> tuple[Weights, str]:
     """Return the weights, and what to call the model."""
     from surgery.analysis.weigh import shapes_of, weigh
-    from surgery.files import expanded
+    from surgery.files import expanded, is_url
 
-    if config_file := _bare_config(expanded(model)):
+    elsewhere = is_url(model) or "::" in model
+    if not elsewhere and (config_file := _bare_config(expanded(model))):
         config = _read(config_file)
         own = config_file.stem
         folder = config_file.resolve().parent.name

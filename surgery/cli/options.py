@@ -111,6 +111,7 @@ _CALIBRATED: dict[str, Decorator] = {
     ),
     "text": click.option(
         "--text",
+        type=LOCATION,
         multiple=True,
         metavar="PATH[=WEIGHT]",
         help="Text to calibrate on: a file, a .jsonl, a folder, or a built-in domain like "

@@ -30,6 +30,7 @@ from surgery.cli.paths import LOCATION, UserPath
 )
 @click.option(
     "--text",
+    type=LOCATION,
     multiple=True,
     metavar="PATH",
     help="Measure on this text too, a file, a .jsonl or a folder that nothing was fitted on; again "

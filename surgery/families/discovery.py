@@ -260,8 +260,22 @@ def _has(module: Any, path: str) -> bool:
 
 def _below_body(model: Any, stack: str) -> str:
     """Return the name of the list of layers in the body of the model."""
-    body = next(name for name, module in model.named_modules() if module is model.base_model)
+    found = _body(model)
+    body = next(name for name, module in model.named_modules() if module is found)
     return stack.removeprefix(f"{body}.") if body else stack
+
+
+def _body(model: Any) -> Any:
+    """Return the body of a model, which modeling_surgery.py finds in the same way.
+
+    Some classes name a base that they do not have.
+    """
+    import transformers
+
+    kind = transformers.MODEL_MAPPING.get(type(model.config), None)
+    if kind is None or model.base_model is not model:
+        return model.base_model
+    return next((m for m in model.modules() if isinstance(m, kind)), model)
 
 
 def _formula(proof: Any) -> str:

@@ -118,7 +118,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 def _is_inside(name: str) -> bool:
     """Return whether a name leads below its folder, by no hidden part."""
     parts = name.split("/")
-    return name.isprintable() and not any(not part or part.startswith(".") for part in parts)
+    return "\0" not in name and not any(not part or part.startswith(".") for part in parts)
 
 
 def changed(folder: Path, record: Mapping[str, Any]) -> list[str]:
