@@ -85,6 +85,13 @@ def test_what_is_found_of_types_in_no_table(kind: str) -> None:
     assert {name: getattr(found, name) for name in SOME[kind]} == SOME[kind]
 
 
+def test_a_class_may_name_a_base_that_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers are found in the body that it has, as the code of the blocks finds them."""
+    monkeypatch.setattr(transformers.Olmo3ForCausalLM, "base_model_prefix", "language_model")
+    found = discover(transformers.Olmo3Config().to_dict())
+    assert (found.body, found.layers) == ("model", "layers")
+
+
 @pytest.mark.parametrize(
     ("kind", "seen"),
     [

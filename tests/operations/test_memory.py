@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from compared import verify
 from models import greedy, logits_of, sample_ids
 from operated import Shop, assert_same_by_4, expected, found_by_4, loaded
@@ -118,6 +119,22 @@ def test_it_is_verified_with_a_control(name: str, shop: Shop) -> None:
     rows = {r.check: r.value for r in found.rows}
     assert found.passed and rows["logits max|Δ| in fp32"] == 0
     assert rows["control: max|Δ| in fp32 with the MLP of layer 2 zeroed"] > 0.01  # type: ignore[operator]
+
+
+def test_a_class_may_name_a_base_that_it_has_not(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3's text model does so in transformers 4; layers and tables are found all the same."""
+    monkeypatch.setattr(transformers.Gemma3ForCausalLM, "base_model_prefix", "language_model")
+    source, output, result = shop.case("gemma3_text")
+    found = verify(
+        open_checkpoint(source),
+        open_checkpoint(output),
+        exact=True,
+        layers=result.steps[-1].layers,
+        tokens=128,
+    )
+    assert found.passed
 
 
 def trained(output: Path, steps: int = 10, **options: Any) -> Any:
