@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     help="Tokens that the whole model, loaded into memory, generates; 0 for the MLPs alone.",
 )
 @click.option(
-    "--source", metavar="MODEL", help="What MODEL was made from, to compare generation with."
+    "--source",
+    type=LOCATION,
+    metavar="MODEL",
+    help="What MODEL was made from, to compare generation with.",
 )
 @click.option(
     "--threads",
