@@ -26,6 +26,7 @@ from surgery import __version__
 from surgery.proof import verdict
 from surgery.storage import open_checkpoint
 from surgery.workflow.record import read_record
+from surgery.workflow.request import Demands
 from surgery.workflow.verify import recorded_texts, verify_folder
 
 
@@ -42,7 +43,8 @@ def convert(model: str, operation: str, options: list[str], out: Path) -> str:
 def table(model: str, out: Path, outside: list[str], each: int) -> str:
     """Return the table of an output."""
     texts = recorded_texts(read_record(out), out, outside)
-    found = verify_folder(open_checkpoint(model), out, texts=texts, tokens=each).as_dict()
+    demands = Demands(texts=texts, tokens=each)
+    found = verify_folder(open_checkpoint(model), out, demands).as_dict()
     lines = ["| domain | source | output | ratio |", "|---|---|---|---|"]
     for change in verdict.changes(found):
         lines.append(

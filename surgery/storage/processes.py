@@ -28,7 +28,7 @@ SILENCE = 120.0  # seconds without a heartbeat after which a process counts as g
 ARRIVAL = 300  # seconds in which all processes must have started
 HEARD = 15.0  # seconds that a failed process waits for rank 0 to read its error
 GLANCE = 0.2  # seconds between two looks at the store
-SAME = 3.0  # seconds that rank 0 waits for others that fail of the same cause
+TOLD = 3.0  # seconds that rank 0 waits for the others to find out that it prints an error
 CLOSING = 5.0  # seconds that the end of a run waits for its last heartbeat
 
 T = TypeVar("T")
@@ -125,35 +125,37 @@ class Together(Group):
             init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
 
     def fail(self, error: Exception) -> bool:
-        if isinstance(error, Elsewhere):
-            return self.rank > 0
-        known = (error.message, error.hint) if isinstance(error, SurgeryError) else (str(error), "")
         try:
-            self._store.set(f"failed/{self.rank}", json.dumps([socket.gethostname(), *known]))
-            self._store.add("failures", 1)
+            if not isinstance(error, Elsewhere):
+                self._store_failure(error)
             if not self.rank:
                 self._store.add("heard", 1)
-                self._await_failures()
+                self._await_others()
                 return False
             until = time.monotonic() + HEARD
             while not self._store.add("heard", 0) and time.monotonic() < until:
                 time.sleep(GLANCE)
             heard = bool(self._store.add("heard", 0))
+            self._store.add("told", 1)
         except RuntimeError:  # The store is gone, and rank 0 with it.
-            return False
+            return isinstance(error, Elsewhere) and self.rank > 0
         if heard:  # Rank 0 prints now. The launcher would end it as soon as this process ends.
             time.sleep(1.0)
-        return heard
+        return heard or isinstance(error, Elsewhere)
 
-    def _await_failures(self) -> None:
-        """Let processes that fail of the same cause find out that rank 0 prints it.
+    def _store_failure(self, error: Exception) -> None:
+        known = (error.message, error.hint) if isinstance(error, SurgeryError) else (str(error), "")
+        self._store.set(f"failed/{self.rank}", json.dumps([socket.gethostname(), *known]))
+        self._store.add("failures", 1)
 
-        The store may end with rank 0, and each would then print the error for itself.
+    def _await_others(self) -> None:
+        """Let the others find out that rank 0 prints an error.
+
+        The store may end with rank 0, and each of them would then print it for itself.
         """
-        until = time.monotonic() + SAME
-        while self._store.add("failures", 0) < self.size and time.monotonic() < until:
+        until = time.monotonic() + TOLD
+        while self._store.add("told", 0) < self.size - 1 and time.monotonic() < until:
             time.sleep(GLANCE)
-        time.sleep(GLANCE)  # in which the last of them reads "heard"
 
     def close(self) -> None:
         """Stop the heartbeat.
