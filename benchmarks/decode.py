@@ -17,7 +17,8 @@ import argparse
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from synthetic import Mlp
+from torch import Tensor
 
 from surgery.analysis.bench import Clock, disagreement
 from surgery.analysis.sparsity import REMAINING
@@ -27,16 +28,6 @@ from surgery.calibration.walk import choose_dtype
 from surgery.families import known
 
 SPARSITIES = (0.5, 0.65, 0.8, 0.9, 0.95)
-
-
-class Mlp(nn.Module):
-    """The children of a Llama's MLP."""
-
-    def __init__(self, hidden: int, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden, width, bias=False, dtype=dtype)
-        self.up_proj = nn.Linear(hidden, width, bias=False, dtype=dtype)
-        self.down_proj = nn.Linear(width, hidden, bias=False, dtype=dtype)
 
 
 def threshold(mlp: Any, tokens: Tensor, rule: str, sparsity: float) -> float:

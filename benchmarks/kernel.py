@@ -21,7 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from synthetic import Mlp
+from torch import Tensor
 
 from surgery.blocks import block_config, sparse_kernel
 from surgery.blocks.sparse_mlp import SparseMLP
@@ -30,16 +31,6 @@ from surgery.families import known
 SHARES = (0.0, 0.5, 0.8, 0.9, 0.95)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COLUMNS = "zeros  dense ms  gather ms  kernel ms  kernel/dense  kernel/itself  bytes  stream  error"
-
-
-class Mlp(nn.Module):
-    """The children of a Llama's MLP."""
-
-    def __init__(self, hidden: int, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden, width, bias=False, dtype=dtype)
-        self.up_proj = nn.Linear(hidden, width, bias=False, dtype=dtype)
-        self.down_proj = nn.Linear(width, hidden, bias=False, dtype=dtype)
 
 
 class Gathering(SparseMLP):

@@ -10,6 +10,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from surgery.checkpoint import Checkpoint, LazyTensor, Source, make_plan, normal, parse_size
 from surgery.storage import finish, write
 
@@ -78,3 +81,13 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+class Mlp(nn.Module):
+    """The children of a Llama's MLP."""
+
+    def __init__(self, hidden: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, width, bias=False, dtype=dtype)
+        self.up_proj = nn.Linear(hidden, width, bias=False, dtype=dtype)
+        self.down_proj = nn.Linear(width, hidden, bias=False, dtype=dtype)

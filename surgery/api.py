@@ -11,6 +11,7 @@ from surgery.errors import UsageError
 from surgery.files import expanded, is_url
 from surgery.operations.carve import carve
 from surgery.operations.cast import cast
+from surgery.operations.fold import fold
 from surgery.operations.memory import memory
 from surgery.operations.prune import prune
 from surgery.operations.relufy import relufy
@@ -33,6 +34,7 @@ __all__ = [
     "analyze",
     "carve",
     "cast",
+    "fold",
     "inspect",
     "memory",
     "open",

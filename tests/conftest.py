@@ -72,3 +72,18 @@ def run_transformers_4() -> Callable[[dict[str, Any]], Any]:
 def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables in a pipe heed COLUMNS, which a shell may have exported."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """`call("upcycle", folder)` is `surgery upcycle FOLDER`."""
+    from support import Ran
+
+    from surgery.cli import run
+
+    def call(*arguments: object) -> Ran:
+        capfd.readouterr()
+        code = run(list(map(str, arguments)))
+        return Ran(code, *capfd.readouterr())
+
+    return call

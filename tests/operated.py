@@ -12,8 +12,23 @@ import transformers
 from models import greedy, load, logits_of, sample_ids, save_model
 from support import found_by_transformers_4
 
+import surgery
 from surgery.checkpoint import Checkpoint, make_plan
 from surgery.storage import open_checkpoint, write
+
+# Every operation, as one applies it to a small Llama.
+EVERY_OPERATION: dict[str, Callable[[Checkpoint], Checkpoint]] = {
+    "upcycle": lambda c: surgery.upcycle(c, experts=2),
+    "relufy": lambda c: surgery.relufy(c, repair="none"),
+    "carve": lambda c: surgery.carve(c),
+    "memory": lambda c: surgery.memory(c),
+    "splinify": lambda c: surgery.splinify(c),
+    "cast": lambda c: surgery.cast(c, "fp32"),
+    "prune": lambda c: surgery.prune(c, keep=0.5, multiple_of=8),
+    "fold": lambda c: surgery.fold(
+        surgery.relufy(c, activation="shifted", threshold=0.1, form="code")
+    ),
+}
 
 
 class Shop:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support import Call, Ran, llama_config, llama_tensors, write_llama
+from support import Call, llama_config, llama_tensors, write_llama
 
 from surgery import finetune, quoting
 from surgery.checkpoint.parsing import read_json, read_yaml
@@ -42,19 +42,6 @@ HOSTILE = (
 )
 NAME = "-" + re.sub(r"[/]", "∕", HOSTILE)[:190]  # of a folder: no slash, and it begins as an option
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-
-
-@pytest.fixture
-def call(capfd: pytest.CaptureFixture[str]) -> Call:
-    """`call("upcycle", folder)` is `surgery upcycle FOLDER`."""
-    from surgery.cli import run
-
-    def call(*arguments: object) -> Ran:
-        capfd.readouterr()
-        code = run(list(map(str, arguments)))
-        return Ran(code, *capfd.readouterr())
-
-    return call
 
 
 @pytest.fixture(scope="module")

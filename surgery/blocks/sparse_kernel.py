@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import library as operators
 
 MOST_TOKENS = 8  # the union of the live neurons of more tokens is nearly all of them
 SWITCH = "SURGERY_KERNEL"
@@ -439,7 +440,7 @@ class _Call(ctypes.Structure):
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def compiled() -> ctypes.CDLL | None:
     """Return the compiled kernel, or None where there can be none."""
     if os.environ.get(SWITCH) == "0" or os.name != "posix":
         return None
@@ -533,13 +534,13 @@ def _share_openmp() -> None:
 @torch.compiler.assume_constant_result
 def available() -> bool:
     """Return whether there is a kernel. The first call compiles it."""
-    return library() is not None
+    return compiled() is not None
 
 
 @functools.cache
 def best_level() -> int:
     """Return which of LEVELS is the best that this processor has, 0 where there is no kernel."""
-    kernel = library()
+    kernel = compiled()
     return 0 if kernel is None else int(kernel.surgery_level())
 
 
@@ -561,7 +562,7 @@ def compute(x: Tensor, *others: Any, level: int = -1) -> Tensor:
     """
     *weights, rule, act = others
     _, up, _, _, _, _, t, t_up = weights
-    kernel = library()
+    kernel = compiled()
     if kernel is None:
         raise RuntimeError(f"no kernel: there is no C compiler, or {SWITCH}=0")
     x = x.contiguous()
@@ -591,7 +592,7 @@ def _define() -> Any:
         tensors = ", ".join(f"Tensor{'' if n in needed else '?'} {n}" for n in _TENSORS)
         _DEFINITIONS.define(f"{name}({tensors}, str rule, str act) -> Tensor")
         _DEFINITIONS.impl(name, compute, "CPU")
-        torch.library.register_fake(f"surgery::{name}", _fake, lib=_DEFINITIONS)
+        operators.register_fake(f"surgery::{name}", _fake, lib=_DEFINITIONS)
     return getattr(torch.ops.surgery, name)
 
 
@@ -599,5 +600,5 @@ def _fake(x: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-_DEFINITIONS = torch.library.Library("surgery", "FRAGMENT")
+_DEFINITIONS = operators.Library("surgery", "FRAGMENT")
 live_mlp = _define()

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from surgery.fitting.neurons import Neurons
-from surgery.fitting.ridge import DAMPING
+from surgery.fitting.ridge import DAMPING, add
 from surgery.fitting.rows import Rows
 
 STEPS = 128  # removals of the second-order choice; after each, the neurons are weighed again
@@ -43,34 +43,37 @@ def _always_zero(
     return (weight == 0).all(dim=1) & (function(constant) == 0)
 
 
-def strongest(neurons: Neurons, count: int) -> Tensor:
-    """Return the `count` neurons with the largest product of the norms of their weights, sorted.
-
-    This is magnitude pruning: it needs no text.
-    """
+def magnitude(neurons: Neurons) -> Tensor:
+    """Return the product of the norms of each neuron's weights, [F]: it needs no text."""
     size = neurons.up.norm(dim=1) * neurons.down.norm(dim=0)
-    return _first(size if neurons.gate is None else size * neurons.gate.norm(dim=1), count)
+    return size if neurons.gate is None else size * neurons.gate.norm(dim=1)
 
 
-def heaviest(neurons: Neurons, rows: Rows, count: int) -> Tensor:
-    """Return the `count` neurons with the largest mass on the rows, sorted.
+def mass(neurons: Neurons, rows: Rows) -> Tensor:
+    """Return the mass of each neuron on the rows, [F].
 
-    The mass of a neuron is the energy of what it adds to the stream, as a share of its token's.
+    It is the energy of what the neuron adds to the stream, as a share of its token's.
     """
-    mass = neurons.up.new_zeros(len(neurons.up))
+    found = neurons.up.new_zeros(len(neurons.up))
     for z, _, _ in rows.fitting():
-        mass += neurons.shares(z).sum(0)
-    return _first(mass, count)
+        found += neurons.shares(z).sum(0)
+    return found
 
 
-def at_random(neurons: Neurons, count: int, seed: int) -> Tensor:
-    """Return `count` neurons drawn at random, sorted."""
-    drawn = torch.randperm(len(neurons.up), generator=torch.Generator().manual_seed(seed))
-    return drawn[:count].sort().values.to(neurons.up.device)
+def chance(neurons: Neurons, seed: int) -> Tensor:
+    """Return random numbers, [F], to have something to compare the others with."""
+    return torch.rand(len(neurons.up), generator=torch.Generator().manual_seed(seed))
+
+
+def largest(score: Tensor, count: int, fixed: int = 0) -> Tensor:
+    """Return the places of the `count` largest scores, sorted; the last `fixed` are among them."""
+    score = score.clone()
+    score[len(score) - fixed :] = torch.inf
+    return score.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def least_missed(neurons: Neurons, rows: Rows, count: int, fixed: int = 0) -> Tensor:
-    """Return the `count` neurons without whose fellows the refitted MLP misses least, sorted.
+    """Return the `count` neurons to keep for the refitted MLP to miss least, sorted.
 
     This is Optimal Brain Surgeon (Hassibi & Stork 1993) for whole columns of `down`. With C the
     Gram matrix of the products and D [H, F] the `down` that fits the targets best, leaving neuron j
@@ -99,15 +102,7 @@ def _inverse_gram(neurons: Neurons, rows: Rows) -> tuple[Tensor, Tensor]:
     cross = neurons.up.new_zeros(hidden, width, dtype=torch.float64)
     for z, y, weight in rows.fitting():
         h = neurons.product(z)
-        missed = y - neurons.output(h, z)
-        weighted = h if weight is None else h * weight[:, None]
-        gram += weighted.T @ h
-        cross += missed.T @ weighted
+        add(gram, cross, h.double(), (y - neurons.output(h, z)).double(), weight)
     gram.diagonal().add_(DAMPING * gram.diagonal().mean().clamp_min(1e-30))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
     return inverse, neurons.down.double() + cross @ inverse
-
-
-def _first(score: Tensor, count: int) -> Tensor:
-    """Return the places of the `count` largest scores, sorted."""
-    return score.argsort(descending=True, stable=True)[:count].sort().values

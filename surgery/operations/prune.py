@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from surgery.calibration.install import Fitting
     from surgery.fitting.neurons import Neurons
-    from surgery.fitting.rows import Rows
 
 Criterion = Literal["second_order", "mass", "magnitude", "random"]
 Repair = Literal["ridge", "none"]
@@ -198,7 +197,8 @@ def _width(before: int, keep: float, multiple_of: int, kept: list[list[int]] | N
 def _not_idle(blocks: Blocks) -> list[list[int]]:
     """Return the neurons of each layer that may add something, read one layer at a time.
 
-    Those that are always open are among them, zero or not: every layer has as many.
+    The new width depends on them, so the plan has to wait for this. Those that are always open are
+    among them, zero or not: every layer has as many.
     """
     from surgery.fitting.neurons import Neurons
     from surgery.fitting.selection import idle
@@ -300,7 +300,7 @@ def _run(job: _Job, work: Work, progress: Progress) -> None:
     if not job.needs_text:
         for index in job.layers:
             neurons = Neurons.at(job.blocks, index)
-            work.put(f"{index}.order", _choose(job, index, neurons, None))
+            work.put(f"{index}.order", _choose(job, index, neurons))
             progress(1)
         return
     from surgery.calibration.install import fit_layers, read_text
@@ -327,29 +327,22 @@ def _fit(job: _Job, fitting: Fitting, work: Work) -> None:
         work.put(f"{index}.down", best.down)
 
 
-def _choose(job: _Job, index: int, neurons: Neurons, rows: Rows | None) -> Tensor:
-    """Return the neurons of a layer that stay, sorted, [width]; always-open ones are the last."""
-    import torch
+def _choose(job: _Job, index: int, neurons: Neurons, rows: Any = None) -> Tensor:
+    """Return the neurons of a layer that stay, sorted, [width]; always-open ones are the last.
 
+    `rows` are those of the layer, for a criterion that needs text.
+    """
     from surgery.fitting import selection
 
-    fixed = job.blocks.always_open
-    some = neurons.pick(slice(0, job.before - fixed))
-    count = job.width - fixed
-    choices: dict[str, Callable[[], Tensor]] = {
-        "second_order": lambda: selection.least_missed(neurons, _given(rows), job.width, fixed),
-        "mass": lambda: selection.heaviest(some, _given(rows), count),
-        "magnitude": lambda: selection.strongest(some, count),
-        "random": lambda: selection.at_random(some, count, job.seed + index),
-    }
-    chosen = choices[job.criterion]()
-    last = torch.arange(job.before - fixed, job.before, device=chosen.device)
-    return torch.cat([chosen[chosen < job.before - fixed], last])
-
-
-def _given(rows: Rows | None) -> Rows:
-    assert rows is not None
-    return rows
+    count, fixed = job.width, job.blocks.always_open
+    if job.criterion == "second_order":
+        return selection.least_missed(neurons, rows, count, fixed)
+    score = {
+        "mass": lambda: selection.mass(neurons, rows),
+        "magnitude": lambda: selection.magnitude(neurons),
+        "random": lambda: selection.chance(neurons, job.seed + index),
+    }[job.criterion]()
+    return selection.largest(score, count, fixed)
 
 
 # --- the record -----------------------------------------------------------------------------------

@@ -106,27 +106,32 @@ def convert(
         group=group,
     )
     run = _settled(run)
-    output, out = run.output, run.out
     _require_same_plan(run)
     already: bool = group.first(partial(_is_there, run))
     if group.rank:
         if not already:
             _write(run)
         return None
-    with nullcontext() if already else held(out):
+    with nullcontext() if already else held(run.out):
         written = None if already else _finished(run, _write(run))
-        remove(scratch(out))
+        remove(scratch(run.out))
         found = _verified(run, written) if request.verify else None
+    return _result(run, written, found)
+
+
+def _result(run: _Run, written: Written | None, found: Verification | None) -> Result:
+    """Return what was done; `written` is None where the output was there already."""
+    steps = run.output.steps
     return Result(
-        folder=out,
-        record=read_record(out),
+        folder=run.out,
+        record=read_record(run.out),
         verification=found,
         resumed=written.resumed if written else 0,
-        already=already,
-        notes=notes_of(output),
-        advice=[a for step in output.steps for a in step.advice],
-        custom_code=output.custom_code,
-        has_zeros=any(r.makes_zeros for s in output.steps if (r := operations.known(s.operation))),
+        already=written is None,
+        notes=notes_of(run.output),
+        advice=[advice for step in steps for advice in step.advice],
+        custom_code=run.output.custom_code,
+        has_zeros=any(r.makes_zeros for s in steps if (r := operations.known(s.operation))),
     )
 
 

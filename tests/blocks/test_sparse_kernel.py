@@ -228,10 +228,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "file").touch()
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "file"))
-    sparse_kernel.library.cache_clear()
+    sparse_kernel.compiled.cache_clear()
     yield tmp_path / "cache" / "surgery"
     monkeypatch.undo()
-    sparse_kernel.library.cache_clear()
+    sparse_kernel.compiled.cache_clear()
 
 
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -251,8 +251,8 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = compilations(monkeypatch)
     for _ in range(2):
-        sparse_kernel.library.cache_clear()
-        assert sparse_kernel.library() is not None
+        sparse_kernel.compiled.cache_clear()
+        assert sparse_kernel.compiled() is not None
     (path,) = made
     assert list(cache.iterdir()) == [path] and cache.stat().st_mode & 0o777 == 0o700
 
@@ -269,18 +269,18 @@ def test_a_damaged_library_is_made_anew(cache: Path, monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr(sparse_kernel, "_compile", cut_short)
-        assert sparse_kernel.library() is None and made[0].exists()
-    sparse_kernel.library.cache_clear()
-    assert sparse_kernel.library() is not None
+        assert sparse_kernel.compiled() is None and made[0].exists()
+    sparse_kernel.compiled.cache_clear()
+    assert sparse_kernel.compiled() is not None
 
 
 @needs_kernel
 def test_another_source_is_another_library(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = compilations(monkeypatch)
-    assert sparse_kernel.library() is not None
-    sparse_kernel.library.cache_clear()
+    assert sparse_kernel.compiled() is not None
+    sparse_kernel.compiled.cache_clear()
     monkeypatch.setattr(sparse_kernel, "SOURCE", sparse_kernel.SOURCE + "\n")
-    assert sparse_kernel.library() is not None and len(set(made)) == 2
+    assert sparse_kernel.compiled() is not None and len(set(made)) == 2
 
 
 @needs_kernel
@@ -288,25 +288,25 @@ def test_what_others_could_have_written_is_not_loaded(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = compilations(monkeypatch)
-    assert sparse_kernel.library() is not None
+    assert sparse_kernel.compiled() is not None
     made[0].chmod(0o722)
-    sparse_kernel.library.cache_clear()
-    assert sparse_kernel.library() is not None and len(made) == 2
+    sparse_kernel.compiled.cache_clear()
+    assert sparse_kernel.compiled() is not None and len(made) == 2
     assert made[0].stat().st_mode & 0o777 == 0o700  # made anew
     cache.chmod(0o720)
-    sparse_kernel.library.cache_clear()
-    assert sparse_kernel.library() is None and len(made) == 2
+    sparse_kernel.compiled.cache_clear()
+    assert sparse_kernel.compiled() is None and len(made) == 2
     cache.chmod(0o700)
     monkeypatch.setattr(os, "getuid", lambda: 12345)  # the folder is another user's
-    sparse_kernel.library.cache_clear()
-    assert sparse_kernel.library() is None and len(made) == 2
+    sparse_kernel.compiled.cache_clear()
+    assert sparse_kernel.compiled() is None and len(made) == 2
 
 
 def test_a_link_is_not_followed(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     cache.parent.mkdir()
     cache.symlink_to(tmp_path / "elsewhere")
-    assert sparse_kernel.library() is None
+    assert sparse_kernel.compiled() is None
 
 
 @pytest.mark.parametrize("why", ["switch", "compiler", "broken compiler"])
@@ -333,7 +333,7 @@ def test_without_it_rows_are_gathered_in_torch(
 def test_it_has_no_openmp_of_its_own() -> None:
     """A second runtime's threads would spin on the cores of torch's."""
     code = (
-        "import torch; from surgery.blocks import sparse_kernel as k; k.library()\n"
+        "import torch; from surgery.blocks import sparse_kernel as k; k.compiled()\n"
         "maps = open('/proc/self/maps').read().splitlines()\n"
         "print(len({m.split()[-1] for m in maps if 'omp' in m.rpartition('/')[2]}))"
     )

@@ -5,20 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support import Call, Ran, write_llama
-
-
-@pytest.fixture
-def call(capfd: pytest.CaptureFixture[str]) -> Call:
-    """`call("upcycle", folder)` is `surgery upcycle FOLDER`."""
-    from surgery.cli import run
-
-    def call(*arguments: object) -> Ran:
-        capfd.readouterr()
-        code = run(list(map(str, arguments)))
-        return Ran(code, *capfd.readouterr())
-
-    return call
+from support import write_llama
 
 
 @pytest.fixture

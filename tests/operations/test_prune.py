@@ -103,7 +103,7 @@ def test_of_twins_one_is_left_out_and_the_other_makes_up_for_it() -> None:
     assert sorted({int(i) // 2 for i in kept}) == list(range(24))
     refitted = ridge(neurons.pick(kept), rows)
     assert measures.error(refitted, rows) < 1e-4
-    by_chance = ridge(neurons.pick(selection.at_random(neurons, 24, seed=0)), rows)
+    by_chance = ridge(neurons.pick(selection.largest(selection.chance(neurons, seed=0), 24)), rows)
     assert measures.error(by_chance, rows) > 0.05
 
 
@@ -111,8 +111,20 @@ def test_mass_keeps_what_writes_most() -> None:
     neurons = doubled()
     neurons.down[:, 10:] *= 1e-3
     z = torch.randn(400, 16, generator=torch.Generator().manual_seed(1))
-    kept = selection.heaviest(neurons, Rows(z=z, y=neurons(z)), 10)
+    kept = selection.largest(selection.mass(neurons, Rows(z=z, y=neurons(z))), 10)
     assert kept.tolist() == list(range(10))
+
+
+def test_always_open_neurons_stay() -> None:
+    """They are the last, and may be the weakest."""
+    neurons = doubled()
+    neurons.down[:, -4:] = 0
+    z = torch.randn(400, 16, generator=torch.Generator().manual_seed(1))
+    rows = Rows(z=z, y=neurons(z))
+    last = [44, 45, 46, 47]
+    assert selection.least_missed(neurons, rows, 24, 4).tolist()[-4:] == last
+    assert selection.largest(selection.mass(neurons, rows), 24, 4).tolist()[-4:] == last
+    assert selection.largest(selection.mass(neurons, rows), 24).tolist()[-1] < 44
 
 
 def test_the_least_missed_are_found_as_by_trying_each() -> None:

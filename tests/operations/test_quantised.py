@@ -5,35 +5,21 @@ Taken as plain numbers, its integers make a model of noise, and its scales are c
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from operated import EVERY_OPERATION as OPERATIONS
 from safetensors.torch import load_file, save_file
 from support import write_llama
 
 import surgery
 from surgery import operations
-from surgery.checkpoint import Checkpoint
 from surgery.checkpoint.tensors import FLOATS
 from surgery.errors import SurgeryError
-from surgery.operations.fold import fold
-from surgery.operations.prune import prune
-from surgery.operations.relufy import relufy
 from surgery.storage import open_checkpoint
 
 NAME = "model.layers.0.mlp.up_proj"
-OPERATIONS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
-    "upcycle": lambda c: surgery.upcycle(c, experts=2),
-    "relufy": lambda c: surgery.relufy(c, repair="none"),
-    "carve": lambda c: surgery.carve(c),
-    "memory": lambda c: surgery.memory(c),
-    "splinify": lambda c: surgery.splinify(c),
-    "cast": lambda c: surgery.cast(c, "fp32"),
-    "prune": lambda c: prune(c, keep=0.5, multiple_of=8),
-    "fold": lambda c: fold(relufy(c, activation="shifted", threshold=0.1, form="code")),
-}
 
 
 def int8(shape: tuple[int, ...] = (64, 32)) -> torch.Tensor:

@@ -7,33 +7,20 @@ verification compares what transformers 5 loads.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from operated import EVERY_OPERATION as OPERATIONS
 from support import write_llama
 
 import surgery
 from surgery import operations
 from surgery.checkpoint import Checkpoint
-from surgery.operations.fold import fold
-from surgery.operations.prune import prune
-from surgery.operations.relufy import relufy
 from surgery.storage import open_checkpoint
 from surgery.workflow.convert import convert_alone
 from surgery.workflow.record import notes_of
 
 HEAD = "lm_head.weight"
-OPERATIONS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
-    "upcycle": lambda c: surgery.upcycle(c, experts=2),
-    "relufy": lambda c: surgery.relufy(c, repair="none"),
-    "carve": lambda c: surgery.carve(c),
-    "memory": lambda c: surgery.memory(c),
-    "splinify": lambda c: surgery.splinify(c),
-    "cast": lambda c: surgery.cast(c, "fp32"),
-    "prune": lambda c: prune(c, keep=0.5, multiple_of=8),
-    "fold": lambda c: fold(relufy(c, activation="shifted", threshold=0.1, form="code")),
-}
 
 
 def source(folder: Path, tied: bool) -> Checkpoint:
