@@ -75,7 +75,8 @@ def config_changes(
 
     `entries` come after those that it has. Experts of a sparse MLP compute the products of its
     sparse block themselves, so their entry takes the place of that block's. Raises SurgeryError for
-    a multimodal config, one with code of its own, or a layer whose block the new one cannot join.
+    a config with code of its own, a class that ours cannot extend, and a layer whose block the new
+    one cannot join.
     """
     base, blocks = base_type(config), list(config.get("surgery_blocks") or ())
     if config.get("auto_map", AUTO_MAP) not in AUTO_MAPS:

@@ -10,6 +10,7 @@ from surgery.blocks import block_config
 from surgery.blocks.sparse_mlp import SparseMLP
 from surgery.errors import SurgeryError
 from surgery.families import Family, find
+from surgery.families.roles import OTHER_TOWERS
 
 ZEROING = ("relu", "relu2", "relu6")
 
@@ -53,12 +54,13 @@ def _is_hooked(mlp: nn.Module) -> bool:
 
 
 def _layers(model: nn.Module, family: Family) -> nn.ModuleList:
-    """Return the decoder layers."""
+    """Return the decoder layers. Raises SurgeryError where the model has none."""
     family.require_dense()
-    return next(
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and f".{name}".endswith(f".{family.layers}")
-        and "vision" not in name
+    for name, module in model.named_modules():
+        named = f".{name}".endswith(f".{family.layers}") and not OTHER_TOWERS.search(name)
+        if named and isinstance(module, nn.ModuleList):
+            return module
+    raise SurgeryError(
+        f"{type(model).__name__} has no list of layers called {family.layers}",
+        f"give a language model of type {family.model_type}",
     )

@@ -81,27 +81,31 @@ def require_whole(blocks: Blocks) -> None:
         raise SurgeryError(f"the checkpoint has no embedding ({', '.join(tables)})", _INCOMPLETE)
     if blocks.family.is_moe:
         return  # its layers differ by design
-    if blocks.family.uneven:
-        for index in blocks.dense:
-            blocks.mlp(index)
-        return
     # Layers with a block have tensors of their own.
     operated = {
         i for entry in block_config.changed(blocks.checkpoint.config) for i in entry["layers"]
     }
-    layers = {i: blocks.layer(i) for i in range(blocks.count) if i not in operated}
-    parts = {n.removeprefix(start) for i, start in layers.items() for n in blocks.names(i)}
-    for i, start in layers.items():
-        if absent := sorted(part for part in parts if start + part not in names):
-            raise SurgeryError(
-                f"layer {i} has no tensor {start}{absent[0]}, which other layers have", _INCOMPLETE
-            )
+    layers = [i for i in blocks.dense if i not in operated]
+    if not blocks.family.uneven:
+        _require_alike(blocks, layers)
+    for i in layers:
         mlp = blocks.mlp(i)  # raises where no layer has what an MLP needs
         for t in filter(None, (mlp.gate, mlp.up, mlp.down)):
             if t.dtype not in FLOATS:
                 raise SurgeryError(
                     f"the MLP of layer {i} holds {t.dtype}, not floating-point numbers", _PLAIN
                 )
+
+
+def _require_alike(blocks: Blocks, layers: Collection[int]) -> None:
+    """Raise SurgeryError where one of these layers lacks a tensor that another has."""
+    starts = {i: blocks.layer(i) for i in layers}
+    parts = {n.removeprefix(start) for i, start in starts.items() for n in blocks.names(i)}
+    for i, start in starts.items():
+        if absent := sorted(p for p in parts if start + p not in blocks.checkpoint.tensors):
+            raise SurgeryError(
+                f"layer {i} has no tensor {start}{absent[0]}, which other layers have", _INCOMPLETE
+            )
 
 
 _INCOMPLETE = "the checkpoint is incomplete: download it again"

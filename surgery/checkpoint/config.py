@@ -179,7 +179,7 @@ def _too_many(part: Any) -> Iterator[str]:
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, Mapping):
                 yield from _too_many(number)
-            elif isinstance(number, int) and not number <= _most(str(name)):
+            elif isinstance(number, int) and number > _most(str(name)):
                 yield f"{name} is {number}, more than {_most(str(name)):,}"
 
 
@@ -191,5 +191,5 @@ def _most(name: str) -> int | float:
 def _fits(name: str, block: Mapping[str, Any]) -> bool:
     """Return whether a block of experts states this size, within its limits."""
     value = block.get(name)
-    most = min(_MOST - 1, _EXPERTS if name == "experts" else _MOST)
+    most = _EXPERTS if name == "experts" else _MOST - 1
     return isinstance(value, int) and int(name != "shared_neurons") <= value <= most

@@ -222,14 +222,16 @@ def _write(found: Analysis, timed_on: Device, out: Path) -> None:
 
 
 def _show(found: Analysis, timed_on: Device, out: Path | None) -> None:
+    from surgery.analysis.analyze import REPORT, TENSORS
     from surgery.cli.screen import show
     from surgery.report import analysis as report
+    from surgery.report.html import PAGE
     from surgery.report.png import draws_png
 
     for part in report.tables(found, timed_on):
         show(part)
     if out is not None:
-        names = [str(out / n) for n in ("analysis.json", "analysis.safetensors", "report.html")]
+        names = [str(out / name) for name in (REPORT, TENSORS, PAGE)]
         show(f"wrote {names[0]}, {names[1]} and {names[2]}")
         if not draws_png():
             show("note: no PNGs without matplotlib: pip install 'model-surgery[plot]'")

@@ -375,14 +375,14 @@ def _convert(
     common: CommonOptions, source: Checkpoint, output: Checkpoint, hardlink: bool, group: Group
 ) -> int:
     from surgery.cli import screen
-    from surgery.workflow.checks import scratch
+    from surgery.workflow.checks import scratch_folder
     from surgery.workflow.convert import convert
     from surgery.workflow.delivery import is_delivered
     from surgery.workflow.settle import settle
 
     out, observer = _folder(common, source, output), screen.Bars(quiet=common.silent)
     if common.url:
-        output = settle(output, scratch(out), observer, group)
+        output = settle(output, scratch_folder(out), observer, group)
         if is_delivered(output, common.shard_bytes, common.url):
             if common.as_json:
                 screen.echo_json({"out": common.url, "already": True})

@@ -13,6 +13,7 @@ from surgery.proof import verdict
 from surgery.proof.verdict import DOMAIN, FILES, MEAN, WORST
 from surgery.quoting import printable
 from surgery.report import methods
+from surgery.storage.record import RECORD
 
 if TYPE_CHECKING:
     from surgery.workflow.convert import Result
@@ -78,15 +79,13 @@ def show_next(folder: Path, record: Mapping[str, Any], *, pushed: str = "") -> N
 
 def report_failure(folder: Path, record: Mapping[str, Any]) -> None:
     """Print that an output did not pass, on stderr, and why, where it is its quality."""
-    name, verification = printable(str(folder)), record.get("verification")
+    verification = record.get("verification")
+    hint = f"{folder / RECORD} names what failed; the output stays for you to look at"
     if verdict.missed(verification) is not None:
-        why = verdict.conclusion(verification, methods.remedies(record))
-        screen.echo(f"error: {name} does not pass its verification", err=True)
-        screen.echo(f"hint: {printable(why)}", err=True)
-        return
+        hint = verdict.conclusion(verification, methods.remedies(record))
+    name = printable(str(folder))
     screen.echo(f"error: {name} does not pass its verification", err=True)
-    file = printable(str(folder / "surgery.json"))
-    screen.echo(f"hint: {file} names what failed; the output stays for you to look at", err=True)
+    screen.echo(f"hint: {printable(hint)}", err=True)
 
 
 # --- tables ---------------------------------------------------------------------------------------

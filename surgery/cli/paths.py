@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from surgery.files import expanded, is_url
+from surgery.files import expanded
 
 
 class UserPath(click.Path):
@@ -26,8 +26,8 @@ class Location(click.ParamType):
     name = "text"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        kept = is_url(value) or not value.startswith(("~", "file:", "local:"))
-        return value if kept else str(expanded(value))
+        written = value.startswith(("~", "file:", "local:"))
+        return str(expanded(value)) if written else value
 
 
 LOCATION = Location()

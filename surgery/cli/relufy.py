@@ -158,14 +158,15 @@ def _relufied(
     checkpoint: Checkpoint, analysis: Path | None, options: Mapping[str, Any]
 ) -> Checkpoint:
     """Return the relufied checkpoint, its thresholds from an analysis where one is given."""
+    from surgery.blocks.preconditions import chosen_layers
     from surgery.errors import UsageError
     from surgery.families import locate
     from surgery.operations.relufy import relufy
 
     if analysis is None:
         return relufy(checkpoint, **options)
-    chosen = options["threshold"] is not None or options["per_neuron"]
-    if chosen or options["allocation"] != "uniform":
+    given = options["threshold"] is not None or options["per_neuron"]
+    if given or options["allocation"] != "uniform":
         raise UsageError(
             "--analysis with --threshold, --per-neuron or --allocation",
             "it gives one threshold to each layer: leave them out",
@@ -178,7 +179,7 @@ def _relufied(
         checkpoint,
         activation,
         options["sparsity"] or ACTIVATIONS[activation].sparsity or 0.0,
-        sorted(options["layers"] or range(locate(checkpoint).count)),
+        chosen_layers(locate(checkpoint), options["layers"]),
     )
     chosen = {"activation": activation, "sparsity": None, "threshold": found}
     return relufy(checkpoint, **{**options, **chosen})

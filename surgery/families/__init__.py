@@ -1,6 +1,6 @@
 """Facts about architectures as data: where each family keeps its MLP, and what its config calls it.
 
-A new family is a row in `dense.py` or `moe.py`.
+A family is a row in `dense.py` or `moe.py`, or it is derived from its model class by discovery.py.
 """
 
 from surgery.families.family import ALWAYS_OPEN, OPERATED, Family

@@ -28,6 +28,7 @@ from surgery.families.shrink import EXPERTS, VOCAB, shrink
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k",
           "top_k_experts")  # fmt: skip
 _COUNT = re.compile(r"(num_|num_local_|n_routed_|moe_num_)experts")
+_WHOLE = "`surgery inspect` weighs it all the same"
 _WIDTHS = re.compile(r"n_inner|\w*(intermediate|ffn|feed_forward|inner)\w*|dff|dim_ff")
 
 
@@ -55,12 +56,6 @@ def discover(config: Mapping[str, Any]) -> Family:
     facts = _facts(ran, stack)
     keys = _keys(small, ran, stack, facts["activation"])
     return Family(**facts, **keys)
-
-
-def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a config that the language model reads."""
-    text: Mapping[str, Any] = config.get("text_config") or config
-    return text
 
 
 # --- a small model --------------------------------------------------------------------------------
@@ -173,7 +168,7 @@ def _refusing(small: Mapping[str, Any]) -> Iterator[None]:
         raise SurgeryError(
             f"a small {small.get('model_type')} does not run here, so nothing of it is proved: "
             f"{line} ({type(e).__name__})",
-            "`surgery inspect` weighs it all the same",
+            _WHOLE,
         ) from e
 
 
@@ -210,9 +205,9 @@ def _facts(ran: _Small, stack: str) -> dict[str, Any]:
     shared, dense = _sorted_out(proofs, layers)
     first = Counter(dense or shared).most_common(1)
     place, disk = _on_disk(ran.model, stack)
-    kind = ran.model.config
+    kind = str(ran.model.config.model_type)
     facts: dict[str, Any] = {
-        "model_type": str(kind.model_type),
+        "model_type": kind,
         "layers": _below_body(ran.model, stack),
         "body": stack.removesuffix(_below_body(ran.model, stack)).removesuffix("."),
         "layers_on_disk": place,
@@ -225,21 +220,21 @@ def _facts(ran: _Small, stack: str) -> dict[str, Any]:
     if not first:
         return facts | {"activation": _expert_activation(ran, stack) or "unknown"}
     proof = first[0][0]
-    if len({p for p in (*dense, *shared) if p.activation != proof.activation}):
-        raise SurgeryError(f"the MLPs of {kind.model_type} have several activations", _WHOLE)
+    if any(p.activation != proof.activation for p in (*dense, *shared)):
+        raise SurgeryError(f"the MLPs of {kind} have several activations", _WHOLE)
     downs = [id(m.get_submodule(proof.down).weight) for m in layers if _has(m, proof.down)]
     if len(set(downs)) < len(downs):
-        raise SurgeryError(f"layers of {kind.model_type} share one MLP", _WHOLE)
+        raise SurgeryError(f"layers of {kind} share one MLP", _WHOLE)
     for index, (layer, found) in enumerate(zip(layers, proofs, strict=True)):
         if _has(layer, proof.down) and proof.down not in [p.down for p in found]:
             raise SurgeryError(
-                f"the MLP of layer {index} of {kind.model_type} computes something else than "
+                f"the MLP of layer {index} of {kind} computes something else than "
                 f"{_formula(proof)}, which is proved of other layers",
                 _WHOLE,
             )
         if len([p for p in found if p in dense]) > 1:
             raise SurgeryError(
-                f"layer {index} of {kind.model_type} has {len(found)} MLPs",
+                f"layer {index} of {kind} has {len(found)} MLPs",
                 "only layers with one are operated on",
             )
     facts |= _mlp_facts(ran, stack, proof, shared=not dense, moe=bool(mixtures), disk=disk)
@@ -281,9 +276,6 @@ def _body(model: Any) -> Any:
 def _formula(proof: Any) -> str:
     x = f"{proof.activation}({proof.gate or proof.up} x)"
     return f"{proof.down} · {x} ⊙ {proof.up} x" if proof.gate else f"{proof.down} · {x}"
-
-
-_WHOLE = "`surgery inspect` weighs it all the same"
 
 
 def _sorted_out(proofs: Sequence[Sequence[Any]], layers: Any) -> tuple[list[Any], list[Any]]:
@@ -468,8 +460,7 @@ def _keys(small: Mapping[str, Any], ran: _Small, stack: str, activation: str) ->
     if proofs:
         width = proofs[0].width
         keys["width_key"] = _width_key(text, width, again, first)
-        if (bias := _bias_key(text, ran, stack, proofs[0], again)) is not None:
-            keys["bias_key"] = bias
+        keys["bias_key"] = _bias_key(text, ran, proofs[0], again)
     return keys
 
 
@@ -510,9 +501,7 @@ def _width_key(text: Mapping[str, Any], width: int, again: Any, first: Any) -> s
     return ""
 
 
-def _bias_key(
-    text: Mapping[str, Any], ran: _Small, stack: str, proof: Any, again: Any
-) -> str | None:
+def _bias_key(text: Mapping[str, Any], ran: _Small, proof: Any, again: Any) -> str | None:
     """Return the key that gives the MLP biases, or takes them; None where none does."""
 
     def biased(ran: _Small) -> bool:

@@ -32,14 +32,8 @@ def find(config: Mapping[str, Any]) -> Family:
     if not stated:
         raise SurgeryError("config.json has no model_type", "is this a Hugging Face checkpoint?")
     kind = stated.removeprefix(OPERATED)
-    found = known().get(kind) or discovered(_stock(config))
+    found = known().get(kind) or discovered({**config, "model_type": kind})
     return found.gathered if stated != kind and found.loose else found
-
-
-def _stock(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config without the custom-code blocks that surgery put into it."""
-    kind = str(config.get("model_type")).removeprefix(OPERATED)
-    return {k: v for k, v in config.items() if k != "surgery_blocks"} | {"model_type": kind}
 
 
 def locate(checkpoint: Checkpoint) -> Blocks:
@@ -71,7 +65,7 @@ def layers_beyond(checkpoint: Checkpoint) -> list[int]:
         blocks = locate(checkpoint)
     except SurgeryError:
         return []
-    numbered = re.compile(rf"{re.escape(blocks.prefix)}(\d+)\.")
+    numbered = re.compile(rf"{re.escape(blocks.prefix)}([0-9]+)\.")
     found = {int(match[1]) for n in checkpoint.tensors if (match := numbered.match(n))}
     return sorted(index for index in found if index >= blocks.count)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery import files
+from surgery.checkpoint.parsing import read_json
 from surgery.errors import SurgeryError
 from surgery.families.family import Family
 from surgery.storage.staging import cache_home
@@ -60,10 +61,10 @@ def _path(text: str) -> Path:
 def _read(path: Path) -> Family | None:
     """Return what a file of the cache holds, None where that is not what `_write` wrote."""
     try:
-        fields = json.loads(path.read_bytes())
+        fields = read_json(files.content(path, files.JSON_LIMIT), str(path), "")
         lists = {n: tuple(fields[n]) for n in _TUPLES}
         return Family(**fields | lists) if set(fields) == _FIELDS else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, SurgeryError, KeyError, TypeError):
         return None
 
 

@@ -24,13 +24,14 @@ from surgery.checkpoint import Checkpoint
 from surgery.checkpoint.parsing import Unreadable, read_yaml
 from surgery.demo import DEMO
 from surgery.errors import SurgeryError
-from surgery.files import content
+from surgery.files import content, read
 from surgery.proof import verdict
 from surgery.quoting import code, fenced, markdown, prose, python, shell
 from surgery.report import layers, methods
 from surgery.report.inspection import quantity
 
-NAME = "README.md"
+NAME, RECIPE = "README.md", "recipe.yaml"
+EDITABLE = (NAME, RECIPE)  # files that their owner may complete before they are published
 # The fields of the source's metadata that hold for the output too.
 FOLLOWED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 MAX_METADATA = 64_000  # bytes of a README.md that are looked at
@@ -97,7 +98,7 @@ def render(
     papers = dict.fromkeys(paper for o, p in steps for paper in methods.papers(o, p))
     kinds = {(b["kind"], b.get("slots")) for b in output.config.get("surgery_blocks") or ()}
     licences = (f.name for f in output.files if _is_licence(f.name))
-    recipe = folder / "recipe.yaml"
+    recipe = read(folder, RECIPE).decode(errors="replace") if (folder / RECIPE).exists() else ""
     return _template("card.md.j2").render(
         metadata=_metadata(source, output, record, followed),
         name=_loaded_name(folder),
@@ -109,7 +110,7 @@ def render(
         cost=_cost(record),
         exact=record["exact"],
         notes=record.get("notes") or (),
-        recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else "",
+        recipe=recipe,
         rows=table(source, output, record),
         figure=layers.NAME,
         shown=[panel.title for panel in layers.panels(verification)],

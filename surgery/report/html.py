@@ -7,7 +7,6 @@ matplotlib draws only the PNGs (png.py). Both draw the same numbers (curves.py).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from surgery.analysis.analyze import (
 )
 from surgery.analysis.devices import Device
 from surgery.analysis.sparsity import hot_share
+from surgery.checkpoint.parsing import read_json
 from surgery.errors import SurgeryError
 from surgery.quoting import printable
 from surgery.report.analysis import finding, notes
@@ -60,8 +60,8 @@ def check_place(folder: Path) -> None:
 def _is_analysis(folder: Path) -> bool:
     """Return whether a folder holds the figures of an analysis."""
     try:
-        found = json.loads(files.read(folder, REPORT))
-    except (OSError, ValueError, SurgeryError):
+        found = read_json(files.read(folder, REPORT), REPORT, "")
+    except (OSError, SurgeryError):
         return False
     return isinstance(found, dict) and {"fingerprint", "layers", "activation"} <= set(found)
 

@@ -8,13 +8,13 @@ those of `DISGUISED` have both, and are asked always.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.parsing import read_json
 from surgery.errors import SurgeryError
 from surgery.files import JSON_LIMIT, content
 from surgery.storage.hub import HubFile
@@ -151,8 +151,8 @@ def _mlx(store: Store) -> str:
 def _read(file: File) -> dict[str, Any]:
     """Return the JSON object in a small file, empty where it holds none."""
     try:
-        value = json.loads(content(file.path(), JSON_LIMIT))
-    except (OSError, SurgeryError, ValueError, RecursionError):
+        value = read_json(content(file.path(), JSON_LIMIT), file.name, "")
+    except (OSError, SurgeryError):
         return {}
     return value if isinstance(value, dict) else {}
 

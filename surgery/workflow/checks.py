@@ -19,7 +19,7 @@ from surgery.workflow.trust import require_trust
 from surgery.workflow.verify import require_verifiable
 
 
-def scratch(out: Path) -> Path:
+def scratch_folder(out: Path) -> Path:
     """Return where calibrations keep their results until they are written: beside the output."""
     return out.with_name(f"{out.name}.calibration")
 
@@ -51,10 +51,10 @@ def check_run(source: Checkpoint, output: Checkpoint, plan: Plan, request: Reque
         require_verifiable(source, output)
     check_space(plan, out, request.hardlink)  # also for what a calibration will download
     if pending or any(step.work for step in output.steps):
-        require_free(scratch(out))
+        require_free(scratch_folder(out))
     for step in output.steps:
         if step.work:
-            require_space(scratch(out), step.work.nbytes)
+            require_space(scratch_folder(out), step.work.nbytes)
             step.work.check()
         if step.pending:
             step.pending.check()

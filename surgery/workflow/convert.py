@@ -23,7 +23,7 @@ from surgery.storage import (
 from surgery.storage.lock import held
 from surgery.storage.processes import Group
 from surgery.storage.scratch import remove
-from surgery.workflow.checks import check_request, check_run, scratch
+from surgery.workflow.checks import check_request, check_run, scratch_folder
 from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.recipe import dump, recipe_of
 from surgery.workflow.record import make_record, notes_of, read_record
@@ -34,7 +34,6 @@ from surgery.workflow.verify import texts_of, verify_folder
 if TYPE_CHECKING:
     from surgery.proof.verification import Verification
 
-RECIPE = "recipe.yaml"
 BASE_MEMORY = 250_000_000  # measured: the interpreter with torch
 
 
@@ -114,7 +113,7 @@ def convert(
         return None
     with nullcontext() if already else held(run.out):
         written = None if already else _finished(run, _write(run))
-        remove(scratch(run.out))
+        remove(scratch_folder(run.out))
         found = _verified(run, written) if request.verify else None
     return _result(run, written, found)
 
@@ -155,7 +154,7 @@ def _settled(run: _Run) -> _Run:
     if not any(step.pending for step in run.output.steps):
         return run
     run.group.first(partial(_is_there, run))
-    output = settle(run.output, scratch(run.out), run.observer, run.group)
+    output = settle(run.output, scratch_folder(run.out), run.observer, run.group)
     return replace(run, output=output, plan=make_plan(output, run.request.max_shard_size))
 
 
@@ -193,11 +192,11 @@ def _write(run: _Run) -> Written:
     """Calibrate in the first process, then write this process's share of the shards."""
 
     def calibrate() -> None:
-        prepare(run.output, scratch(run.out), run.observer)
+        prepare(run.output, scratch_folder(run.out), run.observer)
 
     run.group.first(calibrate)
     if run.group.rank:
-        prepare(run.output, scratch(run.out), Silent())  # what the first has left there
+        prepare(run.output, scratch_folder(run.out), Silent())  # what the first has left there
     with run.observer.stage("writing", run.plan.nbytes, "B") as progress:
         return write(
             run.plan,
@@ -220,8 +219,12 @@ def _finished(run: _Run, written: Written) -> Written:
     )
     record = make_record(output, run.plan, written.digests, request.command, finetune, run.out)
     record["notes"] += filter(None, [card.unread(run.source)])
-    text = f"# surgery run {RECIPE} --out FOLDER\n{dump(made)}"
-    add(run.out, record, {RECIPE: text.encode(), **training.files(record, output.config, run.out)})
+    text = f"# surgery run {card.RECIPE} --out FOLDER\n{dump(made)}"
+    add(
+        run.out,
+        record,
+        {card.RECIPE: text.encode(), **training.files(record, output.config, run.out)},
+    )
     before = run.source if run.source.steps != output.steps else None
     finish(
         run.out, record, {} if run.request.verify else card.files(before, output, run.out, record)

@@ -22,7 +22,7 @@ from surgery.report import card
 from surgery.storage.downloads import bytes_on_disk, bytes_streamed, bytes_to_fetch, is_streamed
 from surgery.storage.writer import RECORD, sources
 from surgery.workflow.checks import check_request, check_run
-from surgery.workflow.convert import BASE_MEMORY, RECIPE
+from surgery.workflow.convert import BASE_MEMORY
 from surgery.workflow.record import make_record, notes_of
 from surgery.workflow.request import Request
 from surgery.workflow.verify import texts_of
@@ -49,7 +49,7 @@ def describe(source: Checkpoint, output: Checkpoint, request: Request) -> dict[s
     out, verify = request.out, request.verify
     existing = next(p for p in (out, *out.resolve().parents) if p.exists())
     record = make_record(output, plan, {}, "")
-    written = [RECORD, RECIPE, card.NAME, *training.files(record, output.config)]
+    written = [RECORD, card.RECIPE, card.NAME, *training.files(record, output.config)]
     works = [step.work for step in output.steps if step.work]
     return {
         "out": str(out),

@@ -31,7 +31,6 @@ from surgery.workflow.record import read_record
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-EDITED = (card.NAME, "recipe.yaml")  # files that their owner may complete before they are sent
 SHOWN = 10  # names in a note
 # Files of another model by these names must not stay beside ours.
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
@@ -210,7 +209,7 @@ def _require_unchanged(folder: Path, record: Mapping[str, Any]) -> None:
     for name in changed(folder, record):
         if not (folder / name).exists():
             raise SurgeryError(f"{folder / name} is missing", "convert the model again")
-        if name in EDITED:
+        if name in card.EDITABLE:
             continue
         again = command("surgery", "finetune-script", folder)
         script = name.startswith(f"{training.FOLDER}/")
@@ -293,9 +292,18 @@ def _left_out(folder: Path, files: Collection[str]) -> tuple[str, ...]:
 
 
 def _notes(folder: Path) -> tuple[str, ...]:
-    """Return what somebody should add to the card before it is public."""
-    path, found = folder / card.NAME, []
-    head = (path.read_text(encoding="utf-8") if path.is_file() else "").partition("\n---\n")[0]
+    """Return what somebody should add to the card before it is public.
+
+    Raises SurgeryError where the card is not UTF-8.
+    """
+    found = []
+    text = read(folder, card.NAME) if (folder / card.NAME).exists() else b""
+    try:
+        head = text.decode().partition("\n---\n")[0]
+    except UnicodeDecodeError:
+        raise SurgeryError(
+            f"{folder / card.NAME} is not UTF-8", "save it in UTF-8, which the Hub needs"
+        ) from None
     if "\nbase_model:" not in head:
         found.append(
             "the source was a folder: add its Hub id as base_model to README.md, and as source to "

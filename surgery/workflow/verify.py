@@ -185,9 +185,9 @@ def _require_names(source: Checkpoint, output: Checkpoint) -> None:
             )
 
 
-def is_editable(name: str) -> bool:
+def _is_editable(name: str) -> bool:
     """Return whether a file of an output is its owner's to edit."""
-    return name in (card.NAME, "recipe.yaml") or name.startswith(f"{training.FOLDER}/")
+    return name in card.EDITABLE or name.startswith(f"{training.FOLDER}/")
 
 
 def check_files(
@@ -209,7 +209,7 @@ def check_files(
         damaged, digests = damaged_shards(folder, shards, fresh, progress)
         bad = nonfinite(source.tensors, progress)
     stray = stray_weights(folder, {*shards, *record.get("files", ())})
-    edited = [n for n in changed(folder, record) if not is_editable(n)]
+    edited = [n for n in changed(folder, record) if not _is_editable(n)]
     rows = [
         none_of("shards_damaged", "shards damaged", damaged),
         none_of("stray_weights", "weight files of another run", stray),

@@ -79,6 +79,19 @@ def test_what_has_nothing_to_skip_is_refused(
         surgery.sparse_decode(stock(name, **fields))
 
 
+def test_a_tower_that_comes_first_is_left_alone() -> None:
+    model = stock("llama")
+    both = torch.nn.Module()
+    both.config = model.config
+    both.audio_tower = torch.nn.Module()
+    both.audio_tower.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    with pytest.raises(surgery.SurgeryError, match="Module has no list of layers called layers"):
+        surgery.sparse_decode(both)
+    both.language_model = model
+    surgery.sparse_decode(both)
+    assert {type(layer.mlp).__name__ for layer in model.model.layers} == {"SparseMLP"}
+
+
 def test_a_mixture_is_refused() -> None:
     config = transformers.MixtralConfig(**COMMON, hidden_act="relu", num_local_experts=2)
     model = transformers.AutoModelForCausalLM.from_config(config)

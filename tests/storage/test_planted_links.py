@@ -53,6 +53,22 @@ def unfinished(source: Checkpoint, out: Path) -> None:
     (out / MARKER).write_text(json.dumps({"fingerprint": fingerprint}))
 
 
+def test_a_recipe_that_is_a_link_gets_into_no_card(
+    source: Checkpoint, tmp_path: Path, victim: Path
+) -> None:
+    """The card quotes the recipe, and is published. A record need not list the recipe."""
+    out = tmp_path / "out"
+    convert(source, out)
+    (out / "recipe.yaml").unlink()
+    (out / "recipe.yaml").symlink_to(victim)
+    record = json.loads((out / "surgery.json").read_text())
+    del record["files"]["recipe.yaml"]
+    (out / "surgery.json").write_text(json.dumps(record))
+    ran = surgery("verify", tmp_path / "m", out)
+    assert_two_lines(ran, "recipe.yaml is a link to")
+    assert MINE not in (out / "README.md").read_bytes()
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 

@@ -388,6 +388,12 @@ def test_the_card_and_the_recipe_may_be_completed(hub: FakeHub, out: Path) -> No
     assert main_of(hub)["recipe.yaml"].startswith(b"# edited\n")
 
 
+def test_a_card_that_is_not_utf_8_is_refused(hub: FakeHub, out: Path) -> None:
+    (out / "README.md").write_bytes(b"caf\xe9")
+    assert_two_lines(push(hub, out), "README.md is not UTF-8", "save it in UTF-8")
+    assert not hub.repositories
+
+
 def test_what_later_commands_write_is_sent(hub: FakeHub, out: Path) -> None:
     """The report of an analysis and the figures, and a script that was written again."""
     report = surgery("analyze", out, "--tokens", 64, "--out", out / "report", "-q")
