@@ -166,7 +166,7 @@ def _ideal(source: Checkpoint, output: Checkpoint, left: Sequence[float]) -> flo
     The output's MLPs may have more neurons than the source's, and a bypass that is read whole.
     """
     blocks = locate(output)
-    mlps = (blocks.mlp(index) for index in range(blocks.count))
+    mlps = (blocks.mlp(index) for index in blocks.dense)
     sizes = [math.prod(m.up.shape) * (2 if m.gate is None else 3) for m in mlps]
     skipped = sum(size * (1 - share) for size, share in zip(sizes, left, strict=True))
     before, after = (weigh(c, c.config).active() for c in (source, output))

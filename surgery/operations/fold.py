@@ -53,7 +53,7 @@ def fold(
     """
     blocks = locate(checkpoint)
     entry = _foldable(blocks)
-    own = blocks.mlp(0).width
+    own = blocks.mlp(blocks.dense[0]).width
     added = int(entry["bypass"]) + bool(entry["correction"])
     job = _Job(
         blocks=blocks,
@@ -66,7 +66,7 @@ def fold(
         operation="fold",
         parameters={"calibration": job.calibration.as_dict()} if job.calibration.as_dict() else {},
         exact=False,
-        layers=tuple(range(blocks.count)),
+        layers=blocks.dense,
         notes=(
             "the sparse blocks became plain neurons, so that it loads without code; "
             f"{job.width - own} neurons of each MLP are always open or zero, and stand last",
@@ -101,7 +101,7 @@ def _foldable(blocks: Blocks) -> Mapping[str, Any]:
                 f"folded are the rules {' and '.join(RULES)} with {' or '.join(ACTIVATIONS)}, in "
                 "every layer, without stage 2",
             )
-    if missing := sorted(set(range(blocks.count)) - covered):
+    if missing := sorted(set(blocks.dense) - covered):
         raise SurgeryError(
             f"layer {missing[0]} has no sparse block, and the activation is one for all layers",
             "relufy every layer",
@@ -128,7 +128,11 @@ def _stock_config(job: _Job, entry: Mapping[str, Any]) -> dict[str, Any]:
         raise SurgeryError(
             f"the activation of {family.model_type} is fixed in its code", "keep the form with code"
         )
-    base, own = block_config.base_type(old), job.blocks.mlp(0).width
+    base, own = block_config.base_type(old), job.blocks.mlp(job.blocks.dense[0]).width
+    if base not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or old.get("text_config"):
+        raise SurgeryError(
+            f"{base} is not a language model of transformers alone", "keep the form with code"
+        )
     config = {k: v for k, v in old.items() if k not in ("auto_map", "surgery_blocks")}
     config |= {
         "model_type": base,
@@ -141,7 +145,7 @@ def _stock_config(job: _Job, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tensors(job: _Job, work: Work) -> dict[str, LazyTensor]:
     blocks, tensors = job.blocks, dict(job.blocks.checkpoint.tensors)
-    for index in range(blocks.count):
+    for index in blocks.dense:
         mlp = blocks.mlp(index)
         hidden, dtype = mlp.down.shape[0], mlp.down.dtype
         shapes: dict[str, tuple[int, ...]] = {
@@ -164,13 +168,14 @@ def _tensors(job: _Job, work: Work) -> dict[str, LazyTensor]:
 
 def _work(job: _Job) -> Work:
     checkpoint = job.blocks.checkpoint
-    hidden = job.blocks.mlp(0).down.shape[0]
-    layer = 8 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(0))
+    first = job.blocks.dense[0]
+    hidden = job.blocks.mlp(first).down.shape[0]
+    layer = 8 * sum(checkpoint.tensors[n].numel for n in job.blocks.names(first))
     streams = 3 * 4 * job.calibration.tokens * hidden
     return Work(
         identity("fold", checkpoint, job.calibration.identity),
         lambda work, progress: _calibrate(job, work, progress),
-        total=job.blocks.count,
+        total=max(job.blocks.dense) + 1,
         peak_memory=layer + streams + fit_nbytes(hidden, job.width),
         check=lambda: job.calibration.require(checkpoint),
     )
@@ -180,8 +185,7 @@ def _calibrate(job: _Job, work: Work, progress: Progress) -> None:
     from surgery.calibration.install import fit_layers, read_text
 
     reading = read_text(job.blocks, job.calibration, work)
-    layers = range(job.blocks.count)
-    fit_layers(reading, layers, work, progress, lambda fitting: _fit(job, fitting, work))
+    fit_layers(reading, job.blocks.dense, work, progress, lambda fitting: _fit(job, fitting, work))
 
 
 def _fit(job: _Job, fitting: Fitting, work: Work) -> None:

@@ -184,7 +184,7 @@ def _unfitted_down(source: Checkpoint, output: Checkpoint) -> dict[str, LazyTens
     if not after.always_open:
         return {}
     found: dict[str, LazyTensor] = {}
-    for index in range(after.count):
+    for index in after.dense:
         own, mlp = before.mlp(index).down, after.mlp(index)
         more = mlp.down.shape[1] - own.shape[1]
         down = derive(
