@@ -27,7 +27,7 @@ from surgery.calibration.walk import Walk, choose_device, choose_dtype
 from surgery.storage import open_checkpoint
 model, tokens, collect = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "analyze"
 checkpoint = open_checkpoint(model)
-sample = sample_ids(checkpoint, tokens=tokens, sequence_length=512, split="calibration")
+sample = sample_ids(checkpoint, tokens=tokens, sequence_length=512, part="fit")
 device = choose_device(None)
 dtype = choose_dtype(None, device)
 start, cpu = time.perf_counter(), time.process_time()

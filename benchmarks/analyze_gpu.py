@@ -137,7 +137,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = a.model or synthesize(a, Path(folder, "model"))
         checkpoint, dtype = open_checkpoint(model), choose_dtype(a.dtype, a.device)
-        sample = sample_ids(checkpoint, tokens=a.tokens, sequence_length=512, split="calibration")
+        sample = sample_ids(checkpoint, tokens=a.tokens, sequence_length=512, part="fit")
         runs: dict[str, Callable[[], object]] = {
             "bare": lambda: bare(checkpoint, sample, dtype, a.device),
             "analyze": lambda: analyze(checkpoint, sample, dtype=dtype, device=a.device),

@@ -111,6 +111,7 @@ def analyze(
     """
     from surgery.analysis import analyze as analysis
     from surgery.calibration.data import sample_ids
+    from surgery.calibration.texts import choose
     from surgery.calibration.walk import choose_device, choose_dtype
 
     checkpoint, place = settle(checkpoint), choose_device(device)
@@ -120,8 +121,7 @@ def analyze(
         tokens=tokens,
         sequence_length=sequence_length,
         part="all" if texts else "fit",
-        texts=texts,
-        mix=0.0 if texts else None,
+        texts=choose(texts, mix=0.0 if texts else None),
     )
     return analysis.analyze(checkpoint, sample, dtype=choose_dtype(dtype, place), device=place)
 

@@ -16,8 +16,6 @@ import surgery
 ROOT = Path(__file__).resolve().parent.parent / "surgery"
 FILES = sorted(ROOT.rglob("*.py"))
 MOST_PARAMETERS = 6
-# Functions that are called as the public ones are, with their keywords alone.
-LIKE_PUBLIC = {"sample_ids"}
 
 
 def name(path: Path) -> str:
@@ -50,9 +48,7 @@ def test_below_the_api_no_function_has_many_parameters(path: Path) -> None:
     long = {
         f.name: parameters(f)
         for f in functions(path)
-        if len(parameters(f)) > MOST_PARAMETERS
-        and not is_public(path, f)
-        and f.name not in LIKE_PUBLIC
+        if len(parameters(f)) > MOST_PARAMETERS and not is_public(path, f)
     }
     assert not long
 

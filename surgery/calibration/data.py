@@ -104,20 +104,18 @@ def sample_ids(
     tokens: int,
     sequence_length: int,
     part: Part = "held_out",
-    texts: Sequence[str] = (),
-    datasets: Sequence[str] = (),
-    mix: float | None = None,
+    texts: Sequence[Text] = (),
     seed: int = 0,
 ) -> Sample:
     """Return max(1, tokens // sequence_length) sequences of `sequence_length` tokens of text.
 
-    The texts are those of `surgery.calibration.texts.choose`, by default the built-in ones of all
-    domains, in turn: the next sequence is of the text that lacks most of its share. See `draw`.
+    By default the texts are the built-in ones of all domains, in turn: the next sequence is of the
+    text that lacks most of its share. See `draw`.
 
     Example:
         sample = sample_ids(open_checkpoint("Qwen/Qwen3-0.6B"), tokens=4096, sequence_length=512)
     """
-    chosen = sources.choose(texts, datasets, mix)
+    chosen = texts or sources.choose()
     rows = max(1, tokens // sequence_length)
     windows = Windows(rows=rows, length=sequence_length)
     return draw(checkpoint, chosen, windows, part=part, seed=seed)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from surgery.calibration.texts import require_share, weighted
+from surgery.calibration.texts import choose, require_share, weighted
 from surgery.errors import UsageError
 from surgery.files import expanded
 
@@ -113,9 +113,7 @@ class Calibration:
             tokens=max(1, self.tokens - written * self.sequence_length),
             part="fit",
             sequence_length=self.sequence_length,
-            texts=self.texts,
-            datasets=self.datasets,
-            mix=self.mix,
+            texts=choose(self.texts, self.datasets, self.mix),
         )
         return self._extended(sample, checkpoint, written) if written else sample
 

@@ -171,6 +171,7 @@ def analyze_command(on: str, as_json: bool, quiet: bool, **options: Any) -> None
 def _open(run: Run) -> tuple[Checkpoint, Sample]:
     """Return the checkpoint, and the text to measure on."""
     from surgery.calibration.data import sample_ids
+    from surgery.calibration.texts import choose
     from surgery.storage import open_checkpoint
     from surgery.workflow.trust import require_trust
 
@@ -182,9 +183,7 @@ def _open(run: Run) -> tuple[Checkpoint, Sample]:
         tokens=run.tokens,
         sequence_length=run.sequence_length,
         part="all" if given else "fit",
-        texts=run.text,
-        datasets=run.dataset,
-        mix=0.0 if given and run.mix is None else run.mix,
+        texts=choose(run.text, run.dataset, 0.0 if given and run.mix is None else run.mix),
         seed=run.seed,
     )
     return checkpoint, sample

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ from surgery.errors import SurgeryError, UsageError
 from surgery.storage import open_checkpoint
 
 DEMO = Path(demo.__file__).parent / "model"
-WHOLE: dict[str, Any] = {"part": "all", "mix": 0}  # all of a text, and nothing beside it
+
+
+def whole(texts: Sequence[str] = (), datasets: Sequence[str] = ()) -> dict[str, Any]:
+    """Return options that take all of some texts, and nothing beside them."""
+    return {"part": "all", "texts": choose(texts, datasets, mix=0)}
 
 
 def test_windows_of_the_text_each_behind_bos() -> None:
@@ -54,7 +59,11 @@ def test_texts_have_the_shares_of_their_weights(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"{name} has ten thousand words. " * 4000)
     specs = [f"{tmp_path / 'a.txt'}=2", str(tmp_path / "b.txt")]
     s = sample_ids(
-        open_checkpoint(DEMO), tokens=48 * 32, sequence_length=32, part="fit", texts=specs, mix=0.25
+        open_checkpoint(DEMO),
+        tokens=48 * 32,
+        sequence_length=32,
+        part="fit",
+        texts=choose(specs, mix=0.25),
     )
     assert s.as_dict()["domains"] == {"a.txt": 24, "b.txt": 12} | dict.fromkeys(corpus.domains(), 1)
     assert 10 <= s.row_domains[:24].count("a.txt") <= 14
@@ -64,7 +73,7 @@ def test_texts_have_the_shares_of_their_weights(tmp_path: Path) -> None:
 def test_a_built_in_domain_can_be_asked_for_by_name() -> None:
     """Once, where it is in the mix too: no sequence may come twice."""
     s = sample_ids(
-        open_checkpoint(DEMO), tokens=24 * 32, sequence_length=32, texts=["builtin:german"]
+        open_checkpoint(DEMO), tokens=24 * 32, sequence_length=32, texts=choose(["builtin:german"])
     )
     assert s.row_domains.count("german") == 13 and len(s.domains) == 12
     assert len({tuple(row) for row in s.input_ids.tolist()}) == 24
@@ -84,10 +93,10 @@ def test_a_short_text_has_nothing_to_hold_out(tmp_path: Path) -> None:
     """It is left out of what is measured, and alone it is an error."""
     (tmp_path / "my.txt").write_text("One two three four five six seven eight nine ten.")
     given, checkpoint = [str(tmp_path / "my.txt")], open_checkpoint(DEMO)
-    s = sample_ids(checkpoint, tokens=64, sequence_length=32, texts=given)
+    s = sample_ids(checkpoint, tokens=64, sequence_length=32, texts=choose(given))
     assert s.row_domains == corpus.domains()[:2]
     with pytest.raises(SurgeryError, match=r"my\.txt: no text is held out"):
-        sample_ids(checkpoint, tokens=64, sequence_length=32, texts=given, mix=0)
+        sample_ids(checkpoint, tokens=64, sequence_length=32, texts=choose(given, mix=0))
 
 
 @pytest.mark.parametrize(
@@ -130,9 +139,9 @@ def test_a_short_file_is_repeated_and_a_short_supply_gives_fewer_sequences(tmp_p
     file = tmp_path / "my.txt"
     file.write_text("One two three four five six seven eight nine ten.")
     checkpoint = open_checkpoint(DEMO)
-    s = sample_ids(checkpoint, tokens=1000, sequence_length=100, texts=[str(file)], **WHOLE)
+    s = sample_ids(checkpoint, tokens=1000, sequence_length=100, **whole([str(file)]))
     assert tuple(s.input_ids.shape) == (1, 101) and s.source == "my.txt, repeated"
-    few = sample_ids(checkpoint, tokens=1000, sequence_length=5, texts=[str(file)], **WHOLE)
+    few = sample_ids(checkpoint, tokens=1000, sequence_length=5, **whole([str(file)]))
     assert few.source == "my.txt" and 2 <= len(few.input_ids) < 200
 
 
@@ -150,28 +159,24 @@ def test_folders_and_lines_of_json(tmp_path: Path) -> None:
     (tmp_path / "b" / "c.md").write_text("Six seven.")
     (tmp_path / "0.bin").write_bytes(b"\xff")
     checkpoint, tokenizer = open_checkpoint(DEMO), transformers.AutoTokenizer.from_pretrained(DEMO)
-    s = sample_ids(checkpoint, tokens=10**6, sequence_length=1, texts=[str(tmp_path)], **WHOLE)
+    s = sample_ids(checkpoint, tokens=10**6, sequence_length=1, **whole([str(tmp_path)]))
     texts = ["One two three.\n\n", "Four five.\n\n", "Six seven."]
     ids = [i for t in texts for i in tokenizer(t, add_special_tokens=False).input_ids]
     assert s.input_ids[:, 1].tolist() == ids
     assert s.source == tmp_path.name
     (tmp_path / "a.jsonl").write_text('{"content": "One two three."}\n')
     with pytest.raises(SurgeryError, match=r"a\.jsonl has a line without \"text\""):
-        sample_ids(checkpoint, tokens=10, sequence_length=10, texts=[str(tmp_path)], **WHOLE)
+        sample_ids(checkpoint, tokens=10, sequence_length=10, **whole([str(tmp_path)]))
     (tmp_path / "empty").mkdir()
     with pytest.raises(SurgeryError, match=r"no \.txt, \.md, \.jsonl in"):
-        sample_ids(
-            checkpoint, tokens=10, sequence_length=10, texts=[str(tmp_path / "empty")], **WHOLE
-        )
+        sample_ids(checkpoint, tokens=10, sequence_length=10, **whole([str(tmp_path / "empty")]))
 
 
 def test_only_as_much_is_read_as_is_needed(tmp_path: Path) -> None:
     """The second file is not text, and is never reached."""
     (tmp_path / "a.txt").write_text("One two three four five six seven eight nine ten. " * 20)
     (tmp_path / "b.txt").write_bytes(b"\xff")
-    s = sample_ids(
-        open_checkpoint(DEMO), tokens=100, sequence_length=50, texts=[str(tmp_path)], **WHOLE
-    )
+    s = sample_ids(open_checkpoint(DEMO), tokens=100, sequence_length=50, **whole([str(tmp_path)]))
     assert s.input_ids.shape == (2, 51)
 
 
@@ -181,19 +186,19 @@ def test_data_sets_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "train.jsonl").write_text('{"id": 1, "text": "One two three."}\n' * 50)
     checkpoint, none = open_checkpoint(DEMO), str(tmp_path / "none")
-    s = sample_ids(checkpoint, tokens=60, sequence_length=20, datasets=[str(tmp_path)], **WHOLE)
+    s = sample_ids(checkpoint, tokens=60, sequence_length=20, **whole(datasets=[str(tmp_path)]))
     tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
     once = tokenizer("One two three.\n\n", add_special_tokens=False).input_ids
     assert s.input_ids[:, 1:].flatten().tolist() == (once * 60)[:60]
     with pytest.raises(SurgeryError, match="cannot read the data set"):
-        sample_ids(checkpoint, tokens=60, sequence_length=20, datasets=[none], **WHOLE)
+        sample_ids(checkpoint, tokens=60, sequence_length=20, **whole(datasets=[none]))
 
 
 def test_without_datasets_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is an optional dependency."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(SurgeryError, match="needs the package datasets") as e:
-        sample_ids(open_checkpoint(DEMO), tokens=60, sequence_length=20, datasets=["a/b"], **WHOLE)
+        sample_ids(open_checkpoint(DEMO), tokens=60, sequence_length=20, **whole(datasets=["a/b"]))
     assert e.value.hint == "pip install datasets"
 
 
@@ -202,10 +207,10 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
     checkpoint, file = open_checkpoint(DEMO), tmp_path / "my.txt"
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SurgeryError, match=r"cannot read .*my\.txt"):
-        sample_ids(checkpoint, tokens=10, sequence_length=10, texts=[str(file)], **WHOLE)
+        sample_ids(checkpoint, tokens=10, sequence_length=10, **whole([str(file)]))
     file.write_text("")
     with pytest.raises(SurgeryError, match=r"my\.txt holds no text"):
-        sample_ids(checkpoint, tokens=10, sequence_length=10, texts=[str(file)], **WHOLE)
+        sample_ids(checkpoint, tokens=10, sequence_length=10, **whole([str(file)]))
 
 
 def test_random_ids_without_a_tokenizer() -> None:

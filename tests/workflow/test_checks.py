@@ -17,6 +17,7 @@ from support import STAGE, files_of, write_llama
 
 import surgery
 from surgery.calibration.data import sample_ids
+from surgery.calibration.texts import choose
 from surgery.cli import run
 from surgery.demo import MODEL
 from surgery.errors import SurgeryError
@@ -214,8 +215,7 @@ def test_the_largest_id_and_the_rows_are_named(folder: Path) -> None:
             surgery.open(folder / "model"),
             tokens=32,
             sequence_length=32,
-            texts=[text_of(folder)],
-            mix=0,
+            texts=choose([text_of(folder)], mix=0),
             part="all",
         )
 
@@ -234,8 +234,7 @@ def test_padded_rows_are_no_fault(folder: Path) -> None:
         surgery.open(folder / "model"),
         tokens=32,
         sequence_length=32,
-        texts=[text_of(folder)],
-        mix=0,
+        texts=choose([text_of(folder)], mix=0),
         part="all",
     )
     assert sample.input_ids.max() == 4
