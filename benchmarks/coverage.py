@@ -67,10 +67,25 @@ LACKING: dict[str, dict[str, Any]] = {
     },
     "gemma4_assistant": {},
     "dots3_note_text": {"swa_head_dim": 12},
-}  # fmt: skip
-DECODERS = ("bert", "roberta", "electra", "ernie", "camembert", "data2vec-text", "big_bird",
-            "megatron-bert", "rembert", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
-            "roberta-prelayernorm", "bert-generation", "xmod")  # fmt: skip
+}
+DECODERS = (
+    "bert",
+    "roberta",
+    "electra",
+    "ernie",
+    "camembert",
+    "data2vec-text",
+    "big_bird",
+    "megatron-bert",
+    "rembert",
+    "roc_bert",
+    "roformer",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "roberta-prelayernorm",
+    "bert-generation",
+    "xmod",
+)
 TOLERANCE = 2e-4
 
 
@@ -225,8 +240,15 @@ def upcycle(s: Subject) -> str:
 
 
 def carve(s: Subject) -> str:
-    output = surgery.carve(s.source, experts=4, active=4, method="random", router="centroids",
-                           repair="none", calibration=_CALIBRATION)  # fmt: skip
+    output = surgery.carve(
+        s.source,
+        experts=4,
+        active=4,
+        method="random",
+        router="centroids",
+        repair="none",
+        calibration=_CALIBRATION,
+    )
     return s.parity(output, "carve")
 
 
@@ -292,8 +314,12 @@ def main() -> None:
             start = time.time()
             row = cells(kind, model_type, tuple(options.operation or OPERATIONS))
             found[kind][model_type] = row
-            print(f"{kind} {model_type} ({time.time() - start:.1f} s)", *(
-                f"    {n}: {c}" for n, c in row.items()), sep="\n", flush=True)  # fmt: skip
+            print(
+                f"{kind} {model_type} ({time.time() - start:.1f} s)",
+                *(f"    {n}: {c}" for n, c in row.items()),
+                sep="\n",
+                flush=True,
+            )
             if options.write:
                 whole = {"transformers": transformers.__version__, **found}
                 options.write.write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n")

@@ -502,10 +502,20 @@ def links(room: Room, draw: random.Random) -> None:
 
 
 OURS = (
-    "config.json", "model.safetensors", "surgery.json", "README.md", "recipe.yaml", "finetune",
-    ".config.json.partial", ".model.safetensors.partial", ".surgery.json.partial",
-    ".model.safetensors.digest", ".surgery.lock", "surgery.partial.json", ".README.md.partial",
-)  # fmt: skip
+    "config.json",
+    "model.safetensors",
+    "surgery.json",
+    "README.md",
+    "recipe.yaml",
+    "finetune",
+    ".config.json.partial",
+    ".model.safetensors.partial",
+    ".surgery.json.partial",
+    ".model.safetensors.digest",
+    ".surgery.lock",
+    "surgery.partial.json",
+    ".README.md.partial",
+)
 
 
 def planted(room: Room, draw: random.Random) -> None:
@@ -594,8 +604,10 @@ def heads(room: Room, draw: random.Random) -> None:
         rows = draw.choice((12, 2, 0))
         stop = at + rows * 16
         header[name if name not in header else f"extra.{name}"] = {
-            "dtype": "BF16", "shape": [rows, 8], "data_offsets": [at, stop],
-        }  # fmt: skip
+            "dtype": "BF16",
+            "shape": [rows, 8],
+            "data_offsets": [at, stop],
+        }
         at = stop
     raw = as_json(header)
     shard = len(raw).to_bytes(8, "little") + raw + bytes(at)

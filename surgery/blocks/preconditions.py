@@ -17,15 +17,30 @@ _INTEGERS = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
 # What the common formats keep beside, or in place of, a matrix NAME.weight. All but the last few
 # are nothing else; those are trained parameters in some models, but not beside integers.
 _PARTS = (
-    "SCB", "CB", "weight_format",  # LLM.int8() of bitsandbytes
-    "absmax", "quant_map", "nested_absmax", "nested_quant_map",  # its 4-bit formats
-    "qweight", "qzeros", "g_idx",  # GPTQ and AWQ
-    "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape",
-    "input_scale", "weight_global_scale",  # compressed-tensors, FP8, NVFP4
+    "SCB",
+    "CB",
+    "weight_format",  # LLM.int8() of bitsandbytes
+    "absmax",
+    "quant_map",
+    "nested_absmax",
+    "nested_quant_map",  # its 4-bit formats
+    "qweight",
+    "qzeros",
+    "g_idx",  # GPTQ and AWQ
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_zero_point",
+    "weight_shape",
+    "input_scale",
+    "weight_global_scale",  # compressed-tensors, FP8, NVFP4
     "W_q",  # HQQ
-    "weight_blocks", "gate_up_proj_blocks", "down_proj_blocks",  # MXFP4
-    "gate_up_proj_scales", "down_proj_scales",
-)  # fmt: skip
+    "weight_blocks",
+    "gate_up_proj_blocks",
+    "down_proj_blocks",  # MXFP4
+    "gate_up_proj_scales",
+    "down_proj_scales",
+)
 _BESIDE_INTEGERS = ("scales", "scale", "biases", "zeros", "zero_point", "zero_points", "meta")
 _PLAIN = "give the original bf16 or fp16 checkpoint, operate, and quantise the result"
 

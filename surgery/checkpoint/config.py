@@ -17,25 +17,68 @@ from surgery.errors import SurgeryError
 
 # Whole numbers, or null.
 _COUNTS = (
-    "hidden_size", "n_embd", "d_model",
-    "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size",
-    "shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp",
-    "moe_latent_size", "always_open_neurons",
-    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_nextn_predict_layers",
-    "num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads",
-    "head_dim", "attention_head_dim", "kv_lora_rank", "qk_rope_head_dim",
-    "vocab_size", "max_position_embeddings", "sliding_window", "max_window_layers",
-    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
-    "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k",
-    "n_shared_experts", "moe_num_shared_experts", "n_group", "topk_group",
-    "first_k_dense_replace", "moe_layer_freq", "decoder_sparse_step",
-    "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval",
-    "interleave_moe_layer_step", "no_rope_layer_interval", "attention_chunk_size",
-)  # fmt: skip
-_POSITIVE = (
-    "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head",
+    "hidden_size",
+    "n_embd",
+    "d_model",
+    "intermediate_size",
+    "n_inner",
+    "ffn_dim",
+    "ffn_hidden_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "intermediate_size_mlp",
+    "moe_latent_size",
+    "always_open_neurons",
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_nextn_predict_layers",
+    "num_attention_heads",
+    "n_head",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "head_dim",
+    "attention_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
     "vocab_size",
-)  # fmt: skip
+    "max_position_embeddings",
+    "sliding_window",
+    "max_window_layers",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_top_k",
+    "moe_topk",
+    "moe_k",
+    "n_shared_experts",
+    "moe_num_shared_experts",
+    "n_group",
+    "topk_group",
+    "first_k_dense_replace",
+    "moe_layer_freq",
+    "decoder_sparse_step",
+    "moe_layer_start_index",
+    "moe_layer_end_index",
+    "moe_layer_interval",
+    "interleave_moe_layer_step",
+    "no_rope_layer_interval",
+    "attention_chunk_size",
+)
+_POSITIVE = (
+    "hidden_size",
+    "n_embd",
+    "num_hidden_layers",
+    "n_layer",
+    "num_attention_heads",
+    "n_head",
+    "vocab_size",
+)
 # What is counted here is made one by one, so that a huge number would never come to an end. Other
 # fields of such names, also in the configs of towers, have the limit of layers.
 _LAYERS, _EXPERTS, _LABELS = 10_000, 20_000, 100_000
@@ -50,12 +93,22 @@ _LIMITS = (
     (re.compile(r"(\w+_)?depths?|(en|de)coder_layers"), _LAYERS),
 )
 _NUMBERS = (
-    "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct",
-    "rms_norm_eps", "layer_norm_eps", "initializer_range",
-)  # fmt: skip
+    "rope_theta",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "rotary_pct",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "initializer_range",
+)
 _TEXTS = (
-    "model_type", "hidden_act", "hidden_activation", "activation_function", "torch_dtype", "dtype",
-)  # fmt: skip
+    "model_type",
+    "hidden_act",
+    "hidden_activation",
+    "activation_function",
+    "torch_dtype",
+    "dtype",
+)
 _OBJECTS = ("rope_scaling", "rope_parameters", "text_config", "quantization_config", "auto_map")
 _LISTS = {
     "layer_types": "string",

@@ -25,8 +25,14 @@ from surgery.families.family import Family
 from surgery.families.roles import OTHER_TOWERS
 from surgery.families.shrink import EXPERTS, VOCAB, shrink
 
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k",
-          "top_k_experts")  # fmt: skip
+_TOP_K = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_k",
+    "moe_top_k",
+    "top_k_experts",
+)
 _COUNT = re.compile(r"(num_|num_local_|n_routed_|moe_num_)experts")
 _WHOLE = "`surgery inspect` weighs it all the same"
 _WIDTHS = re.compile(r"n_inner|\w*(intermediate|ffn|feed_forward|inner)\w*|dff|dim_ff")

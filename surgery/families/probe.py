@@ -32,8 +32,18 @@ ELSEWHERE = re.compile(
     r"(^|[._])(\w*attn\w*|\w*attention\w*|\w*norm\w*|router|experts)([._]|$)", re.I
 )
 # The first of several names of one function is taken.
-COMMON = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "quick_gelu", "tanh",
-          "sigmoid", "gelu_fast")  # fmt: skip
+COMMON = (
+    "silu",
+    "gelu",
+    "gelu_new",
+    "gelu_pytorch_tanh",
+    "relu",
+    "relu2",
+    "quick_gelu",
+    "tanh",
+    "sigmoid",
+    "gelu_fast",
+)
 
 
 # Two matrices with nothing between them are a map of low rank, and no MLP.

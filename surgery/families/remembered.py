@@ -24,8 +24,15 @@ from surgery.storage.staging import cache_home
 # What a change of the rules of discovery must change, so that nothing older is taken.
 RULES = 9
 # Fields of a config that say nothing about the model class.
-_SILENT = ("_name_or_path", "architectures", "transformers_version", "surgery_blocks", "auto_map",
-           "dtype", "torch_dtype")  # fmt: skip
+_SILENT = (
+    "_name_or_path",
+    "architectures",
+    "transformers_version",
+    "surgery_blocks",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+)
 _FIELDS = {f.name for f in dataclasses.fields(Family)} - {"defaults"}
 _TUPLES = ("pre_norms", "loose")
 

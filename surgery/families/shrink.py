@@ -74,7 +74,7 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r"(pronunciation|shape)_vocab_size", 32),
     (r"encoder_hash_byte_group_vocab", 64),
     (r"depths?", 2),
-)  # fmt: skip
+)
 _LAYERS = re.compile(r"num_hidden_layers|n_layers?|num_layers|num_blocks")
 _TYPES = ("layer_types", "layers_block_type", "mlp_layer_types")
 _TOKEN = re.compile(

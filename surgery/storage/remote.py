@@ -23,13 +23,29 @@ MARKER, RECORD = "surgery.partial.json", "surgery.json"
 LAST = ("model.safetensors.index.json", "config.json", RECORD)
 # Of what fsspec knows, the protocols that only transfer bytes from one place.
 PROTOCOLS = (
-    "s3", "gs", "gcs", "az", "abfs", "hf", "https", "http", "sftp", "memory",
-)  # fmt: skip
+    "s3",
+    "gs",
+    "gcs",
+    "az",
+    "abfs",
+    "hf",
+    "https",
+    "http",
+    "sftp",
+    "memory",
+)
 _ALLOWED = f"give a folder, a Hub id, or a URL with {', '.join(p + '://' for p in PROTOCOLS[:-1])}"
 # Where the file systems of fsspec say that a file has changed.
 STAMPS = (
-    "ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created",
-)  # fmt: skip
+    "ETag",
+    "etag",
+    "md5Hash",
+    "content_md5",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "created",
+)
 
 
 @dataclass(frozen=True, slots=True)
