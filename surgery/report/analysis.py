@@ -79,7 +79,7 @@ def notes(a: Analysis) -> Iterator[str]:
         yield (
             f"{a.activation} gives {'hardly any' if a.mean(exact_zeros) else 'no'} zeros: skipping "
             "products changes the output, so check by perplexity what CETT allows; "
-            "`surgery relufy` makes zeros, and needs training after it"
+            "`surgery relufy` makes zeros, and repairs what they cost"
         )
     if a.savings and any(router.product is None for router in a.routers):
         yield "routed experts cannot be looked into here: the savings count them whole"
