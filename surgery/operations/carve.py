@@ -30,7 +30,14 @@ from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, locate
 from surgery.fitting.expert_split import ExpertSplit, average, usual
 from surgery.fitting.sizes import SAMPLED, fit_nbytes
-from surgery.operations.operation import OWN_TEXT, Operation, Parameters, bypass_phrase, hyphenated
+from surgery.operations.operation import (
+    OWN_TEXT,
+    Operation,
+    Parameters,
+    bypass_phrase,
+    check,
+    hyphenated,
+)
 
 if TYPE_CHECKING:
     from surgery.calibration.install import Fitting
@@ -551,9 +558,7 @@ def _papers(p: Parameters) -> Sequence[Paper]:
 
 
 def _checks(p: Parameters) -> Sequence[Check]:
-    from surgery.proof import routing
-
-    return [routing.check()]
+    return [check("routing")]
 
 
 def _remedies(p: Parameters) -> Sequence[str]:

@@ -6,8 +6,9 @@ in the project names an operation.
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,10 @@ from surgery.calibration.settings import Calibration
 from surgery.checkpoint import Checkpoint, schema
 
 if TYPE_CHECKING:
-    from surgery.proof.comparison import Check
+    from torch import Tensor
+
+    from surgery.checkpoint.row import Row
+    from surgery.proof.comparison import Check, Comparison
 
 Parameters = Mapping[str, Any]  # of a step, as surgery.json and recipes hold them
 
@@ -90,6 +94,20 @@ class Operation:
         layers = parameters.get("layers")
         where = "every MLP" if not layers else f"the MLP of {len(layers)} layers"
         return self.done(parameters, where)
+
+
+def check(module: str, *arguments: Any) -> Check:
+    """Return `check(*arguments)` of a module of surgery.proof, which is imported when it runs.
+
+    A record is read far more often than it is verified, and the proof needs torch.
+    """
+
+    def run(pair: Comparison, input_ids: Tensor) -> Iterable[Row]:
+        proof = importlib.import_module(f"surgery.proof.{module}")
+        rows: Iterable[Row] = proof.check(*arguments)(pair, input_ids)
+        return rows
+
+    return run
 
 
 def bypass_phrase(parameters: Parameters) -> str:

@@ -41,7 +41,7 @@ from surgery.fitting.experts import (
     scaled,
     shared_expert,
 )
-from surgery.operations.operation import Operation, Parameters, hyphenated
+from surgery.operations.operation import Operation, Parameters, check, hyphenated
 
 if TYPE_CHECKING:
     from surgery.proof.comparison import Check
@@ -620,10 +620,8 @@ def _papers(p: Parameters) -> Sequence[Paper]:
 
 
 def _checks(p: Parameters) -> Sequence[Check]:
-    from surgery.proof import copies, routing
-
     shards = max(1, int(p.get("granularity") or 1) - int(p.get("shared") or 0))
-    return [*([copies.check(shards)] if shards > 1 else []), routing.check(shards)]
+    return [*([check("copies", shards)] if shards > 1 else []), check("routing", shards)]
 
 
 OPERATION = Operation(

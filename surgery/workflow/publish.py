@@ -133,8 +133,9 @@ def _planned(api: HfApi, folder: Path, repo: str, private: bool) -> Pushed:
     if get_token() is None:
         return _not_compared(plan, "there is no token")
     try:
-        with hub_errors(repo):
-            remote = _tree(api, repo, "main")
+        with hub_errors(repo):  # asked first, since a listing is tried for 20 s without a network
+            known = patiently(lambda: api.repo_exists(repo))
+            remote = _tree(api, repo, "main") if known else None
     except SurgeryError as error:
         return _not_compared(plan, error.message)
     with hub_errors(repo):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
-from support import Ran, assert_two_lines, surgery
+from support import Call, Ran, assert_two_lines
 
 import surgery as api
 from surgery.cli import surgery as main
@@ -30,32 +30,39 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(home: Path, *arguments: object) -> Ran:
+@pytest.fixture
+def run(home: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> Call:
     """Run a command from another folder, where nothing may be left."""
-    ran = surgery(*arguments, cwd=home / "work", HOME=str(home))
-    assert not list((home / "work").iterdir()), ran
-    return ran
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home / "work")
+
+    def run(*arguments: object) -> Ran:
+        ran = call(*arguments)
+        assert not list((home / "work").iterdir()), ran
+        return ran
+
+    return run
 
 
 RELUFY = ("--repair", "none", "--no-verify", "-q")
 
 
 @pytest.mark.parametrize("start", ["~/", "file://{home}/", "local://{home}/", "file://~/"])
-def test_a_path_means_the_same_however_it_is_written(start: str, home: Path) -> None:
+def test_a_path_means_the_same_however_it_is_written(start: str, home: Path, run: Call) -> None:
     at = start.format(home=home)
-    assert run(home, "relufy", f"{at}m", *RELUFY, f"--out={at}x").code == 0
+    assert run("relufy", f"{at}m", *RELUFY, f"--out={at}x").code == 0
     assert (home / "x" / "config.json").is_file()
-    assert run(home, "verify", f"{at}m", f"{at}x", "-q").code == 0
-    assert run(home, "inspect", f"{at}m", f"--plot={at}w.svg").code == 0
+    assert run("verify", f"{at}m", f"{at}x", "-q").code == 0
+    assert run("inspect", f"{at}m", f"--plot={at}w.svg").code == 0
     assert (home / "w.svg").is_file()
     analyze = ("analyze", f"{at}m", "--tokens", 64, f"--text={at}words.txt", f"--out={at}r", "-q")
-    assert run(home, *analyze).code == 0
+    assert run(*analyze).code == 0
     assert (home / "r" / "analysis.json").is_file()
     fatrelu = ("relufy", f"{at}m", "--rule", "fatrelu", f"--analysis={at}r", *RELUFY)
-    again = run(home, *fatrelu, f"--out={at}y")
+    again = run(*fatrelu, f"--out={at}y")
     assert again.code == 0 or "No such option" in again.err, again
-    assert run(home, "finetune-script", f"{at}x", "-q").code == 0
-    assert run(home, "run", f"{at}x/recipe.yaml", "--no-verify", "-q", f"--out={at}z").code == 0
+    assert run("finetune-script", f"{at}x", "-q").code == 0
+    assert run("run", f"{at}x/recipe.yaml", "--no-verify", "-q", f"--out={at}z").code == 0
     assert (home / "z" / "config.json").is_file()
 
 
@@ -123,7 +130,7 @@ def test_a_home_that_is_not_known() -> None:
         "ftp://host/m",
     ],
 )
-def test_a_location_that_leads_to_others_is_refused(location: str, home: Path) -> None:
+def test_a_location_that_leads_to_others_is_refused(location: str, home: Path, run: Call) -> None:
     """fsspec would open them, and reference:// has run what such a file says."""
     (home / "refs.json").write_text(
         '{"version": 1, "templates": {"u": "{{ cycler.__init__.__globals__.os.system('
@@ -133,5 +140,5 @@ def test_a_location_that_leads_to_others_is_refused(location: str, home: Path) -
     for arguments in (("inspect", place), ("relufy", f"{home}/m", *RELUFY, "--out", place)):
         if arguments[0] == "relufy" and "://" not in place:
             continue  # It is the name of a folder.
-        assert_two_lines(run(home, *arguments), "not supported", "s3://", "hf://")
+        assert_two_lines(run(*arguments), "not supported", "s3://", "hf://")
     assert not (home / "ran").exists()

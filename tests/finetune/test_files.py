@@ -12,7 +12,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from scripts import OPERATIONS, Converted
-from support import environment, files_of, surgery
+from support import Call, environment, files_of
 
 from surgery import finetune
 
@@ -93,22 +93,22 @@ def test_neurons_in_a_memory_have_no_rate_of_their_own(conversions: Convert) -> 
     assert axolotl["lr_groups"][0]["modules"] == ["memory_values_0."]
 
 
-def test_the_command_writes_them_again(conversions: Convert, tmp_path: Path) -> None:
+def test_the_command_writes_them_again(conversions: Convert, tmp_path: Path, call: Call) -> None:
     """`finetune-script` restores an edited script, and --dry-run leaves it alone."""
     folder = conversions("mixtral").folder
     before = files_of(folder)
     assert {n.removeprefix("finetune/") for n in before if n.startswith("finetune/")} == FILES
     script = folder / "finetune" / "finetune.py"
     script.write_text("edited")
-    shown = surgery("finetune-script", folder, "--dry-run", "--json")
+    shown = call("finetune-script", folder, "--dry-run", "--json")
     assert script.read_text() == "edited"
     assert shown.json[str(script)] == len(before["finetune/finetune.py"])
-    assert surgery("finetune-script", folder, "--quiet").code == 0 and files_of(folder) == before
-    failed = surgery("finetune-script", tmp_path)
+    assert call("finetune-script", folder, "--quiet").code == 0 and files_of(folder) == before
+    failed = call("finetune-script", tmp_path)
     assert failed.code == 1 and "no surgery.json" in failed.err
 
 
-def test_a_recipe_gives_the_script_options(tmp_path: Path) -> None:
+def test_a_recipe_gives_the_script_options(tmp_path: Path, call: Call) -> None:
     """A recipe's options are in the script, before those of the command line.
 
     They survive `finetune-script`, and the recipe of the output has them too.
@@ -117,19 +117,19 @@ def test_a_recipe_gives_the_script_options(tmp_path: Path) -> None:
     text = "source: demo\noperations: [{operation: relufy, repair: none}]\n"
     (tmp_path / "my.yaml").write_text(f"{text}finetune: {options}\n")
     out = tmp_path / "out"
-    assert surgery("run", tmp_path / "my.yaml", "--out", out, "--no-verify", "--quiet").code == 0
+    assert call("run", tmp_path / "my.yaml", "--out", out, "--no-verify", "--quiet").code == 0
     script = (out / "finetune/finetune.py").read_text()
     given = re.search(r"^GIVEN = (\[.*\])$", script, re.MULTILINE)
     assert given and eval(given[1]) == ["--max_steps=7", "--l1=0.5", '--run_name=a "b"']
     assert "[*GIVEN, *(sys.argv[1:] if arguments is None else arguments)]" in script
     assert yaml.safe_load((out / "recipe.yaml").read_text())["finetune"]["l1"] == 0.5
     before = files_of(out)
-    assert surgery("finetune-script", out, "--quiet").code == 0 and files_of(out) == before
-    assert surgery("run", out / "recipe.yaml", "--out", out, "--no-verify", "--quiet").code == 0
+    assert call("finetune-script", out, "--quiet").code == 0 and files_of(out) == before
+    assert call("run", out / "recipe.yaml", "--out", out, "--no-verify", "--quiet").code == 0
     change = ("run", tmp_path / "my.yaml", "--set")
-    failed = surgery(*change, "finetune.l1=1", "--out", out, "--no-verify")
+    failed = call(*change, "finetune.l1=1", "--out", out, "--no-verify")
     assert failed.code == 1 and "other options" in failed.err and files_of(out) == before
-    failed = surgery(*change, "finetune.l1=[1]", "--out", tmp_path / "no")
+    failed = call(*change, "finetune.l1=[1]", "--out", tmp_path / "no")
     assert failed.code == 1 and "l1 is [1]" in failed.err
 
 

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support import assert_two_lines, files_of, surgery, write_llama
+from support import Call, assert_two_lines, files_of, write_llama
 
 from surgery import files
 from surgery.checkpoint import Checkpoint
@@ -54,7 +54,7 @@ def unfinished(source: Checkpoint, out: Path) -> None:
 
 
 def test_a_recipe_that_is_a_link_gets_into_no_card(
-    source: Checkpoint, tmp_path: Path, victim: Path
+    source: Checkpoint, tmp_path: Path, victim: Path, call: Call
 ) -> None:
     """The card quotes the recipe, and is published. A record need not list the recipe."""
     out = tmp_path / "out"
@@ -64,7 +64,7 @@ def test_a_recipe_that_is_a_link_gets_into_no_card(
     record = json.loads((out / "surgery.json").read_text())
     del record["files"]["recipe.yaml"]
     (out / "surgery.json").write_text(json.dumps(record))
-    ran = surgery("verify", tmp_path / "m", out)
+    ran = call("verify", tmp_path / "m", out)
     assert_two_lines(ran, "recipe.yaml is a link to")
     assert MINE not in (out / "README.md").read_bytes()
 
@@ -165,7 +165,9 @@ def test_a_planted_file_of_a_holder_is_not_written_through(
     assert victim.read_bytes() == MINE
 
 
-def test_later_commands_follow_no_link(source: Checkpoint, victim: Path, tmp_path: Path) -> None:
+def test_later_commands_follow_no_link(
+    source: Checkpoint, victim: Path, tmp_path: Path, call: Call
+) -> None:
     """finetune-script and analyze write into folders that may come from anywhere."""
     out, report = tmp_path / "out", tmp_path / "report"
     convert(source, out)
@@ -173,12 +175,12 @@ def test_later_commands_follow_no_link(source: Checkpoint, victim: Path, tmp_pat
     whole = script.read_bytes()
     script.unlink()
     script.symlink_to(victim)
-    assert surgery("finetune-script", out).code == 0
+    assert call("finetune-script", out).code == 0
     assert script.read_bytes() == whole and not script.is_symlink()
     report.mkdir()
     for name in ("analysis.json", "analysis.safetensors", "report.html", "savings.png"):
         (report / name).symlink_to(tmp_path / "absent")
-    ran = surgery("analyze", tmp_path / "m", "--tokens", 64, "--out", report, "--quiet")
+    ran = call("analyze", tmp_path / "m", "--tokens", 64, "--out", report, "--quiet")
     assert ran.code == 0, ran
     assert (report / "report.html").read_text().startswith("<!")
     assert not (report / "report.html").is_symlink()
@@ -197,24 +199,30 @@ def test_a_name_that_leads_out_of_the_folder(tmp_path: Path) -> None:
 CARVE = ("carve", "m", "--tokens", 64, "--no-verify", "--out", "out")
 
 
-def test_a_folder_of_the_users_is_not_taken_for_scratch(tmp_path: Path) -> None:
+def test_a_folder_of_the_users_is_not_taken_for_scratch(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NAME.calibration keeps results for a while; a folder without our mark stays as it is."""
+    monkeypatch.chdir(tmp_path)
     write_llama(tmp_path / "m")
     own = tmp_path / "out.calibration"
     own.mkdir()
     (own / "thesis.txt").write_bytes(MINE)
     for more in ((), ("--dry-run",)):
-        ran = surgery(*CARVE, *more, cwd=tmp_path)
+        ran = call(*CARVE, *more)
         assert_two_lines(ran, "out.calibration is in the way", "move it away")
     assert files_of(own) == {"thesis.txt": MINE} and not (tmp_path / "out").exists()
     relufy = ("relufy", "m", "--repair", "none", "--no-verify", "--out", "out")
-    assert surgery(*relufy, cwd=tmp_path).code == 0  # This one needs no scratch folder.
+    assert call(*relufy).code == 0  # This one needs no scratch folder.
     assert files_of(own) == {"thesis.txt": MINE}
 
 
-def test_scratch_is_removed_at_the_end(tmp_path: Path) -> None:
+def test_scratch_is_removed_at_the_end(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     write_llama(tmp_path / "m")
-    assert surgery(*CARVE, cwd=tmp_path).code == 0
+    assert call(*CARVE).code == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]
 
 
@@ -256,13 +264,16 @@ def test_downloads_pass_over_a_folder_that_is_not_ours(
 
 
 @pytest.mark.parametrize("name", ["report.html", "analysis.json", "hot_cold.png"])
-def test_an_analysis_writes_over_no_file_of_another(name: str, tmp_path: Path) -> None:
+def test_an_analysis_writes_over_no_file_of_another(
+    name: str, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     write_llama(tmp_path / "m")
     folder = tmp_path / "thesis"
     folder.mkdir()
     (folder / name).write_bytes(MINE)
     analyze = ("analyze", "m", "--tokens", 64, "--quiet", "--out")
-    assert_two_lines(surgery(*analyze, "thesis", cwd=tmp_path), f"thesis has a {name}", "move")
+    assert_two_lines(call(*analyze, "thesis"), f"thesis has a {name}", "move")
     assert files_of(folder) == {name: MINE}
     for _ in range(2):  # The second one writes over the first.
-        assert surgery(*analyze, "report", cwd=tmp_path).code == 0
+        assert call(*analyze, "report").code == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support import files_of, llama_tensors, surgery, write_llama
+from support import Call, files_of, llama_tensors, write_llama
 
 import surgery as api
 from surgery.errors import SurgeryError, UsageError
@@ -93,18 +93,20 @@ def test_names_that_would_become_one(tmp_path: Path) -> None:
         open_checkpoint(write_llama(tmp_path / "m", tensors=tensors), strip_prefix="ema.")
 
 
-def test_the_output_has_the_stripped_names_and_can_be_made_again(tmp_path: Path) -> None:
+def test_the_output_has_the_stripped_names_and_can_be_made_again(
+    tmp_path: Path, call: Call
+) -> None:
     """The record and the recipe hold the prefix, and `verify` strips it from the source."""
     folder, out = wrapped(tmp_path / "m", lambda n: f"module.{n}"), tmp_path / "out"
-    ran = surgery("upcycle", folder, "--strip-prefix", "module.", "--out", out)
+    ran = call("upcycle", folder, "--strip-prefix", "module.", "--out", out)
     assert ran.code == 0, ran.err
     assert "module. was stripped from the names" in ran.out
     assert not [n for n in open_checkpoint(out).tensors if n.startswith("module.")]
     assert json.loads((out / "surgery.json").read_text())["source"]["strip_prefix"] == "module."
     assert yaml.safe_load((out / "recipe.yaml").read_text())["strip_prefix"] == "module."
-    assert surgery("verify", folder, out).code == 0
+    assert call("verify", folder, out).code == 0
     again = tmp_path / "again"
-    assert surgery("run", out / "recipe.yaml", "--out", again).code == 0
+    assert call("run", out / "recipe.yaml", "--out", again).code == 0
     ours = files_of(again)
     assert ours["model.safetensors"] == files_of(out)["model.safetensors"]
 
