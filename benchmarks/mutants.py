@@ -5,33 +5,40 @@
 
 Each mutant is one change of one expression in a copy of the working tree: a comparison or an
 operator is exchanged, a constant moved, a condition negated, a call of `raise` left out, a returned
-value replaced. The sample is drawn by a seed, evenly over the rooms. The tests named in TESTS for
-its file run against it until the first that fails, after they have passed without a fault; a mutant
-that survives is printed with its line. benchmarks/equivalent_mutants.txt lists changes that change
-nothing, with the reason; they are never drawn. Exits 1 where fewer than 90% are caught.
+value replaced. The sample is drawn by a seed, evenly over the rooms.
+
+1. The tests named in TESTS pass without a fault, and the functions that each calls are noted.
+2. Against each mutant run the tests that call its function, the fastest first, until one fails.
+3. A mutant that survives is printed with its line.
+
+benchmarks/equivalent_mutants.txt lists changes that change nothing, with the reason; they are never
+drawn. Exits 1 where fewer than 90% are caught.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import random
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
 ENOUGH = 0.9
 SECONDS = 300  # of the tests of one mutant; one that hangs them is caught
-# Where faults are planted, and the tests that should notice, fastest first.
+# Where faults are planted, and the tests that should notice.
 TESTS: dict[str, tuple[str, ...]] = {
     "surgery/checkpoint": (
         "tests/checkpoint",
@@ -133,12 +140,16 @@ class _Planter(ast.NodeTransformer):
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One fault: its file, the file's text with it, the line, and the change in words."""
+    """One fault: its file, the file's text with it, the line, and the change in words.
+
+    `function` is the line at which its function begins, decorators included.
+    """
 
     file: Path
     planted: str
     line: int
     change: str
+    function: int
 
     @property
     def key(self) -> str:
@@ -158,9 +169,16 @@ def plant(file: Path, number: int) -> Mutant:
     new = mutated(target)
     assert new is not None
     words = [ast.unparse(ast.fix_missing_locations(n)).partition("\n")[0] for n in (target, new)]
+    line, function = getattr(target, "lineno", 0), _begin_of_function(tree, target)
     planted = ast.fix_missing_locations(_Planter(target).visit(tree))
-    line = getattr(target, "lineno", 0)
-    return Mutant(file.relative_to(ROOT), ast.unparse(planted), line, " -> ".join(words))
+    return Mutant(file.relative_to(ROOT), ast.unparse(planted), line, " -> ".join(words), function)
+
+
+def _begin_of_function(tree: ast.Module, target: ast.AST) -> int:
+    """Return the first line of the outermost function that holds a node."""
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    function = next(f for f in functions if any(n is target for n in ast.walk(f)))
+    return min([function.lineno, *(d.lineno for d in function.decorator_list)])
 
 
 def equivalent() -> set[str]:
@@ -183,11 +201,52 @@ def sample(count: int, seed: int, only: str | None) -> list[tuple[str, Mutant]]:
     return list(found.values())
 
 
-def run_tests(copy: Path, tests: tuple[str, ...]) -> bool:
-    """Return whether the tests pass on a copy, in a process that has imported torch already."""
+class Calls:
+    """A plugin of pytest that notes the functions of `folder` that each test calls, and its time.
+
+    What one test sets up may serve the others of its file, so its calls count for all of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._now = str(folder / "surgery"), set[str]()
+        self._seen: dict[str, set[str]] = {}
+        self._setups: dict[str, set[str]] = {}
+        self._seconds: dict[str, float] = {}
+
+    def _trace(self, frame: Any, event: str, argument: object) -> None:
+        code = frame.f_code
+        if code.co_filename.startswith(self._folder):
+            place = Path(code.co_filename).relative_to(Path(self._folder).parent)
+            self._now.add(f"{place.as_posix()}:{code.co_firstlineno}")
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        name, file = report.nodeid, report.nodeid.partition("::")[0]
+        (self._setups if report.when == "setup" else self._seen).setdefault(
+            file if report.when == "setup" else name, set()
+        ).update(self._now)
+        self._seconds[name] = self._seconds.get(name, 0.0) + report.duration
+        self._now.clear()
+
+    def pytest_sessionstart(self) -> None:
+        threading.settrace(self._trace)
+        sys.settrace(self._trace)
+
+    def found(self) -> list[tuple[float, str, list[str]]]:
+        """Return the seconds, the name and the functions of each test."""
+        return [
+            (self._seconds[name], name, sorted(calls | self._setups[name.partition("::")[0]]))
+            for name, calls in self._seen.items()
+        ]
+
+
+def run_tests(copy: Path, tests: Sequence[str], notes: Path | None = None) -> bool:
+    """Return whether the tests pass on a copy, in a process that has imported torch already.
+
+    What they call is written to `notes`.
+    """
     child = os.fork()
     if not child:
-        _in_child(copy, tests)
+        _in_child(copy, tests, notes)
     until = time.monotonic() + SECONDS
     while time.monotonic() < until:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -199,11 +258,11 @@ def run_tests(copy: Path, tests: tuple[str, ...]) -> bool:
     return False
 
 
-def _in_child(copy: Path, tests: tuple[str, ...]) -> None:
+def _in_child(copy: Path, tests: Sequence[str], notes: Path | None) -> None:
     """Run the tests with the copy's code and no output, and end the process."""
     import pytest
 
-    code = 1
+    code, calls = 1, Calls(copy)
     try:
         os.setsid()
         os.chdir(copy)
@@ -212,9 +271,27 @@ def _in_child(copy: Path, tests: tuple[str, ...]) -> None:
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nothing, descriptor)
-        code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests]))
+        arguments = ["-q", "-x", "-p", "no:cacheprovider", *tests]
+        code = int(pytest.main(arguments, plugins=[calls] if notes else []))
+        if notes:
+            notes.write_text(json.dumps(calls.found()))
     finally:
         os._exit(code)
+
+
+def tests_of(mutant: Mutant, room: str, notes: Path) -> list[str]:
+    """Return the tests that call a mutant's function, the fastest first; all where none does.
+
+    A command that a test starts as a process of its own is not seen.
+    """
+    called = f"{mutant.file.as_posix()}:{mutant.function}"
+    found = sorted((seconds, name) for seconds, name, calls in _read(notes) if called in calls)
+    return [name for _, name in found] or list(TESTS[room])
+
+
+@cache
+def _read(notes: Path) -> list[tuple[float, str, list[str]]]:
+    return [(seconds, name, calls) for seconds, name, calls in json.loads(notes.read_text())]
 
 
 def _import_what_tests_import() -> None:
@@ -246,12 +323,13 @@ def main() -> None:
     drawn, caught = sample(a.count, a.seed, a.only), 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
         copy = _copy_of_the_tree(Path(temporary))
+        notes = {room: Path(temporary, f"{i}.json") for i, room in enumerate(TESTS)}
         for room in dict.fromkeys(room for room, _ in drawn):
-            if not run_tests(copy, TESTS[room]):
+            if not run_tests(copy, TESTS[room], notes[room]):
                 sys.exit(f"the tests of {room} fail without a fault: {' '.join(TESTS[room])}")
         for room, mutant in drawn:
             (copy / mutant.file).write_text(mutant.planted)
-            found = not run_tests(copy, TESTS[room])
+            found = not run_tests(copy, tests_of(mutant, room, notes[room]))
             shutil.copy(ROOT / mutant.file, copy / mutant.file)
             caught += found
             word = "caught  " if found else "SURVIVED"
