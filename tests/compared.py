@@ -22,6 +22,20 @@ def verify(
     first: Iterable[Row] = (),
     **fields: Any,
 ) -> Verification:
-    """Verify `output` against `source`; `fields` are the other fields of a Comparison."""
+    """Verify `output` against `source`; `fields` are the other fields of a Comparison.
+
+    Each row passes just where its value is within its limit, so that readers can see why.
+    """
     pair = Comparison(source=source, output=output, **fields)
-    return compare(pair, layers=layers, beside=beside, checks=checks, first=first)
+    found = compare(pair, layers=layers, beside=beside, checks=checks, first=first)
+    for row in found.rows:
+        assert row.passed == _is_within(row), row
+    return found
+
+
+def _is_within(row: Row) -> bool:
+    if row.limit is None:
+        return True
+    assert not isinstance(row.value, str)
+    # What is not a number would fail the comparison, which is what a control is to show.
+    return row.value <= row.limit if row.relation == "<=" else not row.value <= row.limit

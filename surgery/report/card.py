@@ -217,7 +217,8 @@ def _front_matter(checkpoint: Checkpoint) -> Any:
         full = len(text.encode()) >= MAX_METADATA
         return SurgeryError("the source's README.md has no end") if full else None
     try:
-        return read_yaml("\n".join(lines[1:end]), "the source's README.md", "")
+        # The empty line keeps the numbers of lines.
+        return read_yaml("\n".join(["", *lines[1:end]]), "the source's README.md", "")
     except Unreadable as error:
         return error
 

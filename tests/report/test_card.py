@@ -194,3 +194,82 @@ def test_every_paper_is_cited() -> None:
     options = {"granularity": 4, "drop": 0.5, "expert_models": ["a/b"]}
     numbers = [paper.number for paper in methods.papers("upcycle", options)]
     assert numbers == ["2212.05055", "2410.07524", "2401.06066", "2502.19261", "2403.07816"]
+
+
+def front_matter(folder: Path, text: str) -> tuple[dict[str, Any], str]:
+    """Return the metadata of a model with this README.md, and the note on it."""
+    folder = write_llama(folder, layers=1)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    source = open_checkpoint(folder)
+    return card.metadata_of(source), card.unread(source)
+
+
+def test_words_up_to_their_limits_are_followed(tmp_path: Path) -> None:
+    """The longest word and the last of a list are taken over, and the next is not."""
+    for i, (value, kept) in enumerate(
+        (
+            ("x" * card.MAX_WORD, "x" * card.MAX_WORD),
+            ("x" * (card.MAX_WORD + 1), None),
+            ("'a\tb'", "a\tb" if "a\tb".isprintable() else None),
+            ("3", None),
+            ("[en, 3, [de], fr]", ["en", "fr"]),
+            (f"[{', '.join(['en'] * (card.MAX_WORDS + 1))}]", ["en"] * card.MAX_WORDS),
+        )
+    ):
+        found, note = front_matter(tmp_path / str(i), f"---\nlicense: {value}\n---\n")
+        assert found.get("license") == kept and note == ""
+
+
+def test_a_card_that_ends_too_late_is_noted(tmp_path: Path) -> None:
+    """Metadata are read within a limit; without an end inside it there are none."""
+    head = "---\nlicense: mit\n"
+    assert front_matter(tmp_path / "open", head) == ({}, "")
+    filled = f"{head}# {'x' * (card.MAX_METADATA - len(head) - 2)}"
+    found, note = front_matter(tmp_path / "full", filled)
+    assert found == {} and note.startswith("the metadata of the source's README.md has no end; ")
+    assert front_matter(tmp_path / "less", filled[:-1]) == ({}, "")
+    found, note = front_matter(tmp_path / "broken", "---\nlicense: [\n---\n")
+    assert found == {} and "line 2: not YAML" in note
+
+
+@pytest.mark.parametrize(
+    ("location", "revision", "link"),
+    [
+        ("../models/llama", None, "`llama`"),
+        ("s3://bucket/llama", None, "`s3://bucket/llama`"),
+        ("demo", None, "The model embedded in surgery"),
+        ("a/b", "0123456789abcdef", "[a/b](https://huggingface.co/a/b) at `0123456789ab`"),
+        ("a/b/c", "0123456789abcdef", "`a/b/c` at `0123456789ab`"),
+        ("../b", "main", "`../b` at `main`"),
+    ],
+)
+def test_the_source_is_linked_where_it_can_be(
+    location: str, revision: str | None, link: str
+) -> None:
+    assert card._link({"location": location, "revision": revision}) == link
+
+
+PASSED = {"passed": True, "rows": []}
+NOT_COMPARED = {
+    "key": "nonfinite_logits.source", "check": "x", "value": 3, "passed": True, "detail": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("exact", "verification", "sentence"),
+    [
+        (True, None, "It should compute what its source does; that was not verified."),
+        (False, None, "It does not compute what its source does; that was not verified."),
+        (True, PASSED | {"rows": [NOT_COMPARED]}, "It should compute what its source does; that"),
+        (False, PASSED | {"rows": [NOT_COMPARED]}, "It does not compute what its source does; "),
+        (False, PASSED, "What it costs in quality could not be measured."),
+    ],
+)
+def test_the_first_paragraph_claims_what_was_checked(
+    exact: bool, verification: Any, sentence: str
+) -> None:
+    found = card._cost({"exact": exact, "verification": verification})
+    assert found.startswith(sentence)
+    assert ("was not checked: the source's logits are NaN or Inf" in found) == bool(
+        verification and verification["rows"]
+    )
