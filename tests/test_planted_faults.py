@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from fitting.test_folding import planted
+from operated import EVERY_OPERATION
 from support import write_llama
 
 import surgery
@@ -172,23 +174,49 @@ def test_the_config_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert order[0] == "surgery.partial.json"
 
 
+FEW = ("--tokens", "128", "--sequence-length", "64", "--device", "cpu")
+COMMANDS = {
+    "upcycle": ("--experts", "2"),
+    "relufy": ("--repair", "none"),
+    "carve": ("--experts", "4", "--active", "2", *FEW),
+    "memory": ("--slots", "64", "--knn", "4", "--key-dim", "16", *FEW),
+    "splinify": ("--grid", "8"),
+    "prune": ("--keep", "0.5", "--multiple-of", "8", *FEW),
+    "fold": FEW,
+    "cast": ("--dtype", "fp32"),
+}
+
+
+def test_every_command_that_writes_is_among_those_that_can_fail() -> None:
+    """The fault: a new operation whose exit code nothing looks at."""
+    assert COMMANDS.keys() == EVERY_OPERATION.keys()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_failed_verification_is_exit_code_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The fault: `upcycle` and its kin end with 0 although the output is not what they claim."""
+    """The fault: a command ends with 0 although the output is not what it claims."""
     from surgery.cli import run
     from surgery.proof import verification
 
     folder = write_llama(tmp_path / "m", layers=2)
+    if name == "fold":
+        coded = planted("llama", tmp_path / "constant")
+        coded = surgery.relufy(coded, activation="shifted", threshold=0.1, form="code")
+        folder = surgery.write(coded, tmp_path / "coded")
     sound = verification.name_rows
 
     def failing(*reports: Any) -> Any:
         rows = sound(*reports)
         return [*rows, verification.none_of("planted", "planted", ["a fault"])]
 
-    monkeypatch.setattr("surgery.workflow.checks.require_verifiable", lambda *_: None)
-    monkeypatch.setattr(verification, "name_rows", failing)
-    for command in (["upcycle", "--experts", "2"], ["relufy", "--repair", "none"]):
-        out = tmp_path / command[0]
-        assert run([*command, str(folder), "--out", str(out), "--quiet"]) == 1
-        assert "does not pass" in capsys.readouterr().err
+    out = tmp_path / "out"
+    command = [name, str(folder), *COMMANDS[name], "--out", str(out), "--quiet"]
+    with monkeypatch.context() as patched:
+        patched.setattr("surgery.workflow.checks.require_verifiable", lambda *_: None)
+        patched.setattr(verification, "name_rows", failing)
+        assert run(command) == 1
+    assert "does not pass" in capsys.readouterr().err
+    assert json.loads((out / "surgery.json").read_text())["verification"]["passed"] is False
+    assert run(command) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,24 @@ class Run:
     revision: str | None
     strip_prefix: str | None
     trust_remote_code: bool
+
+
+class Sink:
+    """Writes the co-activation of a layer as soon as it is counted, and notes the file's name.
+
+    Layer 3 goes to coactivation/layer-3.safetensors.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self.names: list[str] = []
+
+    def __call__(self, layer: int, pairs: Tensor) -> None:
+        from surgery.analysis.analyze import save_tensors
+
+        name = f"coactivation/layer-{layer}.safetensors"
+        save_tensors({"pairs": pairs}, self._out, name)
+        self.names.append(name)
 
 
 @click.command("analyze")
@@ -152,16 +170,17 @@ def analyze_command(on: str, as_json: bool, quiet: bool, **options: Any) -> None
     timed_on, device = parse_device(on), choose_device(run.device)
     if run.out is not None:
         check_place(run.out)
+    sink = Sink(run.out) if run.coactivation and run.out else None
     with together() as group:
         checkpoint, sample = _open(run)
         group.share_tensors()
         bars = screen.Bars(quiet=quiet or as_json or group.rank > 0)
         with bars.stage("analyzing", 0, "layer") as progress:
-            found = _analyze(run, checkpoint, sample, device, progress)
+            found = _analyze(run, checkpoint, sample, device, sink, progress)
         if group.rank:
             return
         if run.out is not None:
-            _write(found, timed_on, run.out)
+            _write(found, timed_on, run.out, sink.names if sink else [])
         if as_json:
             screen.echo_json(found.as_dict(timed_on))
         elif not quiet:
@@ -190,7 +209,12 @@ def _open(run: Run) -> tuple[Checkpoint, Sample]:
 
 
 def _analyze(
-    run: Run, checkpoint: Checkpoint, sample: Sample, device: str, progress: Callable[[int], None]
+    run: Run,
+    checkpoint: Checkpoint,
+    sample: Sample,
+    device: str,
+    sink: Sink | None,
+    progress: Callable[[int], None],
 ) -> Analysis:
     from surgery.analysis.analyze import Settings, analyze
     from surgery.calibration.walk import choose_dtype
@@ -204,20 +228,20 @@ def _analyze(
         settings=Settings(
             seed=run.seed,
             memory_budget=parse_size(run.memory_budget) if run.memory_budget else None,
-            coactivation=_sink(run.out) if run.coactivation and run.out else None,
+            coactivation=sink,
         ),
         progress=progress,
     )
 
 
-def _write(found: Analysis, timed_on: Device, out: Path) -> None:
+def _write(found: Analysis, timed_on: Device, out: Path, more: Iterable[str]) -> None:
     from surgery.analysis.analyze import REPORT, TENSORS
     from surgery.report.html import write_report
     from surgery.storage import enter
 
     found.save(out, timed_on)
     written = write_report(found, timed_on, out)
-    enter(out, [REPORT, TENSORS, *(path.name for path in written)])
+    enter(out, [REPORT, TENSORS, *(path.name for path in written), *more])
 
 
 def _show(found: Analysis, timed_on: Device, out: Path | None) -> None:
@@ -234,16 +258,3 @@ def _show(found: Analysis, timed_on: Device, out: Path | None) -> None:
         show(f"wrote {names[0]}, {names[1]} and {names[2]}")
         if not draws_png():
             show("note: no PNGs without matplotlib: pip install 'model-surgery[plot]'")
-
-
-def _sink(out: Path) -> Callable[[int, Tensor], None]:
-    """Return a function that writes the co-activation of a layer as soon as it is counted.
-
-    Layer 3 goes to coactivation/layer-3.safetensors.
-    """
-    from surgery.analysis.analyze import save_tensors
-
-    def write(layer: int, pairs: Tensor) -> None:
-        save_tensors({"pairs": pairs}, out, f"coactivation/layer-{layer}.safetensors")
-
-    return write

@@ -121,6 +121,11 @@ def _is_inside(name: str) -> bool:
     return "\0" not in name and not any(not part or part.startswith(".") for part in parts)
 
 
+def listed(record: Mapping[str, Any]) -> list[str]:
+    """Return the files of an output: those that its record lists, and the record."""
+    return sorted({*record["shards"], *record.get("files", ()), RECORD})
+
+
 def changed(folder: Path, record: Mapping[str, Any]) -> list[str]:
     """Return the small files of an output that are missing, or not what was written."""
     return [
@@ -130,8 +135,8 @@ def changed(folder: Path, record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def sha256_of(folder: Path, name: str) -> str:
-    """Return the sha256 of a file below a folder; an empty text where there is no such file.
+def sha256_of(folder: Path, name: str) -> str | None:
+    """Return the sha256 of a file below a folder; None where there is no such file.
 
     Raises SurgeryError for a link, and for anything but a regular file.
     """
@@ -139,7 +144,7 @@ def sha256_of(folder: Path, name: str) -> str:
     try:
         fd = open_below(folder, name)
     except (FileNotFoundError, NotADirectoryError):
-        return ""
+        return None
     with os.fdopen(fd, "rb", buffering=0) as f:
         while data := f.read(4 << 20):
             hasher.update(data)

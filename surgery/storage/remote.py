@@ -7,7 +7,8 @@ output is uploaded when it is finished, with config.json near the end.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any
 from surgery.checkpoint import Progress
 from surgery.checkpoint.parsing import Unreadable, read_json
 from surgery.errors import SurgeryError
+from surgery.files import open_below
+from surgery.storage.record import RECORD, listed
 from surgery.storage.staging import Staging
 
-MARKER, RECORD = "surgery.partial.json", "surgery.json"
+MARKER = "surgery.partial.json"
 # The files that make a folder a model are uploaded last, in this order.
 LAST = ("model.safetensors.index.json", "config.json", RECORD)
 # Of what fsspec knows, the protocols that only transfer bytes from one place.
@@ -143,30 +146,50 @@ def has_output(url: str, fingerprint: str) -> bool:
     return begun is None
 
 
-def upload(folder: Path, url: str, fingerprint: str, progress: Progress = lambda n: None) -> None:
+def upload(
+    folder: Path, url: str, record: Mapping[str, Any], progress: Progress = lambda n: None
+) -> None:
     """Upload the files of an output, without the shards that are there already.
 
     Args:
         folder: the output on this disk.
         url: where it goes.
-        fingerprint: the plan's; it tells whether an interrupted upload was of the same output.
+        record: of the output. What it lists is sent and nothing else; its fingerprint tells whether
+            an interrupted upload was of the same output.
         progress: told the bytes of each file that is there.
+
+    Raises SurgeryError, before anything is sent, where a file is missing or a link.
     """
-    found = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
-    files = [p for p in found if p.name != MARKER]
-    files.sort(key=lambda p: (LAST.index(p.name) if p.name in LAST else -1, p.as_posix()))
+    names = sorted(listed(record), key=lambda n: (LAST.index(n) if n in LAST else -1, n))
+    sizes, fingerprint = sizes_of(folder, record), record["fingerprint"]
     with _errors(url):
         system, root = _open(url)
         if _fingerprint(system, f"{root}/{MARKER}") != fingerprint:
             system.makedirs(root, exist_ok=True)
             system.pipe_file(f"{root}/{MARKER}", json.dumps({"fingerprint": fingerprint}).encode())
-        for path in files:
-            target, size = f"{root}/{path.relative_to(folder).as_posix()}", path.stat().st_size
-            if path.suffix != ".safetensors" or not _has(system, target, size):
+        for name in names:
+            target = f"{root}/{name}"
+            if name not in record["shards"] or not _has(system, target, sizes[name]):
                 system.makedirs(target.rpartition("/")[0], exist_ok=True)
-                system.put_file(str(path), target)
-            progress(size)
+                system.put_file(str(folder / name), target)
+            progress(sizes[name])
         system.rm_file(f"{root}/{MARKER}")
+
+
+def sizes_of(folder: Path, record: Mapping[str, Any]) -> dict[str, int]:
+    """Return the bytes of each file of an output.
+
+    Raises SurgeryError where one is missing, and where it is a link.
+    """
+    return {name: _size(folder, name) for name in listed(record)}
+
+
+def _size(folder: Path, name: str) -> int:
+    try:
+        with os.fdopen(open_below(folder, name), "rb") as f:
+            return os.fstat(f.fileno()).st_size
+    except FileNotFoundError:
+        raise SurgeryError(f"{folder / name} is missing", "convert the model again") from None
 
 
 def _has(system: Any, path: str, size: int) -> bool:

@@ -107,7 +107,7 @@ def write(
     """
     group, transfer = group or Group(), transfer or Transfer()
     if not group.rank:
-        _begin(plan, out, source, transfer.hardlink)
+        _begin(plan, out, source, transfer)
     earlier = group.broadcast(_finished(plan, out, transfer))
     if not _appears(out / MARKER, None, group):
         raise SurgeryError(
@@ -178,10 +178,10 @@ def digest_name(shard: str) -> str:
     return f".{shard}.digest"
 
 
-def _begin(plan: Plan, out: Path, source: Checkpoint, hardlink: bool) -> None:
+def _begin(plan: Plan, out: Path, source: Checkpoint, transfer: Transfer) -> None:
     """Check the folder and the disk, mark the folder as unfinished, and write the side files."""
     check_target(plan, out, source)
-    check_space(plan, out, hardlink)
+    check_space(plan, out, transfer)
     out.mkdir(parents=True, exist_ok=True)
     if not (out / MARKER).exists():
         _write_small(out, MARKER, dump({"fingerprint": plan.fingerprint}))
@@ -227,7 +227,8 @@ def enter(folder: Path, names: Iterable[str]) -> None:
         inside = folder.resolve().relative_to(out.resolve())
         before = dict(files_of)
         for name in ((inside / n).as_posix() for n in names):
-            files_of[name] = sha256_of(out, name)
+            if sha256 := sha256_of(out, name):
+                files_of[name] = sha256
         if files_of != before:
             _write_small(out, RECORD, dump(record))
         return
@@ -314,15 +315,17 @@ def _hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or cache_home() / "hub").expanduser()
 
 
-def check_space(plan: Plan, out: Path, hardlink: bool) -> None:
+def check_space(plan: Plan, out: Path, transfer: Transfer) -> None:
     """Raise SurgeryError unless the shards still to be written fit on the disk.
 
-    What is downloaded for them must fit as well, on the disk of the Hub cache.
+    A shard that is written again stays until the new one is complete, so it needs its space twice.
+    What is downloaded must fit as well, on the disk of the Hub cache.
     """
-    todo = [s for s in plan.shards if not _has(out / s.name, s.nbytes)]
+    finished = _finished(plan, out, transfer)
+    todo = [s for s in plan.shards if s.name not in finished]
     # What a killed run left of an unfinished shard makes room for that shard.
     partials = [p for s in todo if (p := _partial(out / s.name)).is_file()]
-    needed = sum(s.nbytes for s in todo if not (hardlink and s.verbatim))
+    needed = sum(s.nbytes for s in todo if not (transfer.hardlink and s.verbatim))
     needed -= sum(p.stat().st_size for p in partials)
     fetched = bytes_on_disk(file for s in todo for file in sources(s))
     if not fetched or _disk(out) == _disk(_hub_cache()):

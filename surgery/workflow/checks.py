@@ -49,7 +49,7 @@ def check_run(source: Checkpoint, output: Checkpoint, plan: Plan, request: Reque
         return True
     if request.verify:
         require_verifiable(source, output)
-    check_space(plan, out, request.hardlink)  # also for what a calibration will download
+    check_space(plan, out, request.transfer)  # also for what a calibration will download
     if pending or any(step.work for step in output.steps):
         require_free(scratch_folder(out))
     for step in output.steps:

@@ -14,7 +14,6 @@ from surgery.checkpoint import Checkpoint, Plan, make_plan
 from surgery.errors import SurgeryError
 from surgery.report import card
 from surgery.storage import (
-    Transfer,
     Written,
     add,
     finish,
@@ -202,7 +201,7 @@ def _write(run: _Run) -> Written:
             run.plan,
             run.out,
             source=run.source,
-            transfer=Transfer(hardlink=run.request.hardlink, hashed=run.request.verify),
+            transfer=run.request.transfer,
             progress=progress,
             group=run.group,
         )

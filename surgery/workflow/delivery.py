@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 
 from surgery.checkpoint import Checkpoint, make_plan
 from surgery.storage import remote
+from surgery.storage.lock import HELD, LOCK
 from surgery.workflow.convert import Result
 from surgery.workflow.observer import Observer
 
@@ -19,8 +21,18 @@ def is_delivered(output: Checkpoint, max_shard_size: int | None, url: str) -> bo
 
 
 def deliver(result: Result, url: str, observer: Observer) -> None:
-    """Send the output's folder to the URL, and remove it here."""
-    total = sum(p.stat().st_size for p in result.folder.rglob("*") if p.is_file())
-    with observer.stage("sending", total, "B") as progress:
-        remote.upload(result.folder, url, result.record["fingerprint"], progress)
-    shutil.rmtree(result.folder)
+    """Send what the record of an output lists to the URL, and remove that here."""
+    sizes = remote.sizes_of(result.folder, result.record)
+    with observer.stage("sending", sum(sizes.values()), "B") as progress:
+        remote.upload(result.folder, url, result.record, progress)
+    _remove(result.folder, [*sizes, LOCK, HELD])
+
+
+def _remove(folder: Path, names: list[str]) -> None:
+    """Remove files of an output, and each folder that is empty then; a stranger's files stay."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    parents = {parent for name in names for parent in PurePosixPath(name).parents}
+    for parent in sorted(parents, reverse=True):
+        with suppress(OSError):  # it is not empty
+            (folder / parent).rmdir()

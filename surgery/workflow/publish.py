@@ -24,7 +24,7 @@ from surgery.storage import finish
 from surgery.storage.hub import hub_errors
 from surgery.storage.lock import HELD, LOCK
 from surgery.storage.patience import patiently
-from surgery.storage.record import RECORD, changed
+from surgery.storage.record import RECORD, changed, listed
 from surgery.workflow.observer import Observer, Silent
 from surgery.workflow.record import read_record
 
@@ -222,8 +222,7 @@ def _require_unchanged(folder: Path, record: Mapping[str, Any]) -> None:
 
 def listing(folder: Path, record: Mapping[str, Any]) -> dict[str, int]:
     """Return the files that are published with their bytes: those that the record lists, and it."""
-    names = sorted({*record["shards"], *record["files"], RECORD})
-    return {name: (folder / name).lstat().st_size for name in names}
+    return {name: (folder / name).lstat().st_size for name in listed(record)}
 
 
 def strangers(folder: Path, known: Collection[str]) -> list[str]:

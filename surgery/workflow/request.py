@@ -9,6 +9,7 @@ from typing import Any
 
 from surgery.calibration.texts import Text
 from surgery.proof.require import Require
+from surgery.storage import Transfer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,11 @@ class Request:
     finetune: Mapping[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     command: str = ""
+
+    @property
+    def transfer(self) -> Transfer:
+        """Return how bytes get into the output."""
+        return Transfer(hardlink=self.hardlink, hashed=self.verify)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -214,6 +214,15 @@ def check_files(
         none_of("shards_damaged", "shards damaged", damaged),
         none_of("stray_weights", "weight files of another run", stray),
     ]
+    if unhashed := [n for n, s in shards.items() if n in digests and not s["sha256"]]:
+        rows.append(
+            Row(
+                key="shards_first_hashed",
+                check="shards with no hash of when they were written",
+                value=len(unhashed),
+                detail=tuple(unhashed),
+            )
+        )
     if edited:
         rows.append(none_of("files_changed", "files changed since they were written", edited))
     if bad:

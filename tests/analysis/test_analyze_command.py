@@ -40,6 +40,20 @@ def test_json_and_files_say_the_same(
     assert len({stat.S_IMODE(file.stat().st_mode) for file in files}) == 1
 
 
+def test_all_that_is_written_into_an_output_is_in_its_record(model: Path, tmp_path: Path) -> None:
+    """A push sends what the record lists, so the co-activation of each layer is listed too."""
+    out = tmp_path / "out"
+    arguments = ["--repair", "none", "--no-verify", "--quiet"]
+    assert run(["relufy", str(model), *arguments, "--out", str(out)]) == 0
+    folder = str(out / "report")
+    assert run(["analyze", str(out), *SHORT, "--quiet", "--coactivation", "--out", folder]) == 0
+    record = json.loads((out / "surgery.json").read_text())
+    listed = {*record["files"], *record["shards"], "surgery.json"}
+    assert {f"report/coactivation/layer-{i}.safetensors" for i in (0, 1)} <= listed
+    there = {p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()}
+    assert there == listed
+
+
 def test_tables_fit_and_quiet_says_nothing(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In a pipe the tables are at most 120 columns wide."""
     assert run(["analyze", str(model), *SHORT, "--on", "cpu", "--memory-budget", "1KB"]) == 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,6 +177,67 @@ def test_learning_from_the_source(conversions: Convert, train: Train, tmp_path: 
         expected = (1 - weight) * nll + weight * kl
         assert log[0]["loss"] == pytest.approx(expected, rel=3e-2)  # the source is in bf16
         assert log[-1]["loss"] < log[0]["loss"]
+
+
+def test_the_divergence_is_that_of_the_model_from_the_source(conversions: Convert) -> None:
+    """Far from the source the other direction has another value, worked out here by hand.
+
+    The source gives (0.9, 0.1) and the model (0.5, 0.5), on two tokens of three: 0.9 ln 1.8 +
+    0.1 ln 0.2 = 0.368 each, where the other direction would give 0.511.
+    """
+    pytest.importorskip("trl")
+    model, source = (torch.tensor(p).log().expand(1, 4, 2) for p in ((0.5, 0.5), (0.9, 0.1)))
+    inputs = {
+        "input_ids": torch.zeros(1, 4, dtype=torch.long),
+        "attention_mask": torch.ones(1, 4, dtype=torch.long),
+        "labels": torch.tensor([[0, -100, 1, 0]]),
+    }
+    trainer = SimpleNamespace(
+        teacher=lambda **_: SimpleNamespace(logits=source),
+        options=SimpleNamespace(distill=1.0),
+        args=SimpleNamespace(world_size=1),
+    )
+    distilled = conversions("relufy").module().Trainer.distilled
+
+    def loss(weight: float) -> float:
+        trainer.options.distill = weight
+        found = distilled(trainer, lambda **_: SimpleNamespace(logits=model), inputs, 2)
+        return float(found)
+
+    assert loss(1.0) == pytest.approx(0.36806, abs=1e-4)
+    assert loss(0.0) == pytest.approx(math.log(2), abs=1e-4)
+    assert loss(0.25) == pytest.approx(0.75 * math.log(2) + 0.25 * 0.36806, abs=1e-4)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_balancing_loss_is_the_one_of_the_switch_transformer(
+    steps: int, conversions: Convert, train: Train
+) -> None:
+    """E Σ fᵢPᵢ over the experts, mean over the layers and over the batches that are accumulated.
+
+    Only the factor of --balance separates the first losses of two runs.
+    """
+    module, terms = conversions("mixtral").module(), list[float]()
+
+    class Trainer(module.Trainer):  # type: ignore[name-defined]
+        def compute_loss(self, *args: object, **options: object) -> torch.Tensor:
+            loss: torch.Tensor = super().compute_loss(*args, **options)
+            for logits, _, chosen in self.routed:
+                p, n = logits.detach().double().softmax(-1).mean(0), logits.shape[-1]
+                counts = [(chosen == i).sum().item() / chosen.numel() for i in range(n)]
+                terms.append(n * sum(f * q.item() for f, q in zip(counts, p, strict=True)))
+            return loss
+
+    module.Trainer = Trainer
+    options = ("--max_steps=1", f"--gradient_accumulation_steps={steps}")
+    losses = []
+    for balance in (0.0, 3.0):
+        terms.clear()
+        out = train("mixtral", *options, f"--balance={balance}", module=module)
+        losses.append(history(out)[0]["loss"])
+    assert len(terms) == 2 * steps and all(0.9 < term < 2 for term in terms)
+    expected = 3.0 * sum(terms) / len(terms)
+    assert losses[1] - losses[0] == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_data_set_of_the_hub_is_streamed(conversions: Convert, train: Train) -> None:

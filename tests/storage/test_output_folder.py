@@ -12,11 +12,11 @@ import pytest
 import torch
 from support import files_of, llama_tensors, write_llama
 
-from surgery.checkpoint import Checkpoint
+from surgery.checkpoint import Checkpoint, make_plan
 from surgery.errors import SurgeryError
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
-from surgery.storage import open_checkpoint
+from surgery.storage import Transfer, check_space, open_checkpoint, write
 from surgery.storage.lock import held
 from surgery.storage.writer import MARKER
 from surgery.workflow.convert import Result, convert_alone
@@ -160,6 +160,19 @@ def test_a_small_disk_is_found_before_the_first_byte(
         convert_alone(large, upcycle(large), out, verify=False)
     assert not (tmp_path / "a").exists()
     convert(source, out)  # A small model fits.
+
+
+def test_a_shard_that_is_written_again_needs_its_space_twice(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards of a run without hashes are there, but the verified run makes each of them anew."""
+    out = tmp_path / "out"
+    write(make_plan(source), out, source=source, transfer=Transfer(hashed=False))
+    usage = shutil._ntuple_diskusage(10**9, 10**9, (16 << 20) + 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    check_space(make_plan(source), out, Transfer(hashed=False))
+    with pytest.raises(SurgeryError, match="GB free"):
+        check_space(make_plan(source), out, Transfer())
 
 
 def test_a_second_process_is_refused(source: Checkpoint, tmp_path: Path) -> None:

@@ -107,6 +107,34 @@ def test_to_a_url(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         is_delivered(upcycle(open_checkpoint(SOURCE), experts=4), None, OUT)
 
 
+def test_only_what_the_record_lists_is_delivered(store: Any, tmp_path: Path) -> None:
+    """A stranger's files stay on this disk, and so does a folder that holds them."""
+    result = made(tmp_path)
+    recorded = {n: (result.folder / n).read_bytes() for n in files_of(result.folder)}
+    for name in ("id_rsa", "wandb/run.log", "finetune/key.pem", "other.safetensors"):
+        (result.folder / name).parent.mkdir(exist_ok=True)
+        (result.folder / name).write_text("mine")
+    (result.folder / "LINK").symlink_to(tmp_path / "model" / "LICENSE")
+    deliver(result, OUT, Nobody())
+    assert at(store, "/bucket/moe") == recorded
+    left = {p.relative_to(result.folder).as_posix() for p in result.folder.rglob("*")}
+    mine = {"id_rsa", "wandb/run.log", "finetune/key.pem", "other.safetensors", "LINK"}
+    assert left == mine | {"wandb", "finetune"}
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "finetune/finetune.py"])
+def test_a_link_or_nothing_is_not_delivered(name: str, store: Any, tmp_path: Path) -> None:
+    """A recorded file that was replaced by a link is refused before the first byte is sent."""
+    result = made(tmp_path)
+    (result.folder / name).unlink()
+    with pytest.raises(SurgeryError, match="is missing"):
+        deliver(result, OUT, Nobody())
+    (result.folder / name).symlink_to(tmp_path / "model" / "LICENSE")
+    with pytest.raises(SurgeryError, match="is a link to"):
+        deliver(result, OUT, Nobody())
+    assert at(store, "/bucket/moe") == {}
+
+
 def test_an_interrupted_delivery_goes_on(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,9 +18,10 @@ from surgery.errors import SurgeryError
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
 from surgery.storage import open_checkpoint, writer
-from surgery.storage.record import read_record
+from surgery.storage.record import changed, read_record
 from surgery.storage.writer import digest_name
 from surgery.workflow.convert import Result, convert_alone
+from surgery.workflow.verify import verify_folder
 
 LIMIT = 20_000  # bytes of a shard
 
@@ -153,3 +154,26 @@ def test_a_shard_that_the_library_cannot_read_is_damaged(
     monkeypatch.setattr("safetensors.safe_open", refuse)
     (line,), _ = damaged_shards(tmp_path / "out", shards, written.fresh)
     assert line == f"{name} cannot be read by the safetensors library: InvalidHeaderStart"
+
+
+def test_a_shard_that_was_not_hashed_when_it_was_written_is_named(
+    source: Checkpoint, tmp_path: Path
+) -> None:
+    """Nothing says whether it has changed between `--no-verify` and its first verification."""
+    out = tmp_path / "out"
+    names = list(run(source, out, verify=False).record["shards"])
+    flip(out / names[0])
+    found = verify_folder(source, out)
+    first = next(r for r in found.rows if r.key == "shards_first_hashed")
+    assert first.value == len(names) and list(first.detail) == names
+    assert all(r.key != "shards_first_hashed" for r in verify_folder(source, out).rows)
+    flip(out / names[0])
+    assert not verify_folder(source, out).passed
+
+
+def test_a_missing_file_is_changed_whatever_the_record_says(tmp_path: Path) -> None:
+    """An empty text is no hash that a missing file has."""
+    (tmp_path / "there").write_bytes(b"")
+    empty = hashlib.sha256(b"").hexdigest()
+    files = {"absent": "", "there": empty, "folder/absent": "", "other": empty}
+    assert changed(tmp_path, {"files": files}) == ["absent", "folder/absent", "other"]
