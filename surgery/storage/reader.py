@@ -17,7 +17,7 @@ from surgery.files import JSON_LIMIT, SIDE_LIMIT, content, require_size
 from surgery.storage.kinds import refuse, require_fetched, require_no_disguise
 from surgery.storage.local import LocalFile
 from surgery.storage.location import open_store
-from surgery.storage.pickled import read_legacy
+from surgery.storage.pickled import read_pickled
 from surgery.storage.prefixes import require_plain_names, stripped
 from surgery.storage.store import File, Store
 
@@ -175,7 +175,7 @@ def _read_tensors(store: Store) -> tuple[dict[str, LazyTensor], dict[str, File]]
         for file, expected in files:
             if isinstance(file, LocalFile):
                 file.path()  # Weights may be links to anywhere, but to a file.
-            found = read_header(file, file.read) if safe else read_legacy(file)
+            found = read_header(file, file.read) if safe else read_pickled(file)
             _merge(tensors, found, file, expected)
             shards |= dict.fromkeys(found, file) if safe else {}
         return tensors, shards
