@@ -82,7 +82,10 @@ def _bf16(values: Array) -> bytes:
 
 
 def _q8_0(values: Array) -> bytes:
-    """Round so that x ≈ d·q, with q in -127…127 and d = max|x| / 127; halves are rounded away from zero."""
+    """Round so that x ≈ d·q, with q in -127…127 and d = max|x| / 127.
+
+    Halves are rounded away from zero.
+    """
     import numpy
 
     blocks = values.reshape(-1, BLOCK)
@@ -97,7 +100,10 @@ def _q8_0(values: Array) -> bytes:
 
 
 def _q4_0(values: Array) -> bytes:
-    """Round so that x ≈ d·(q - 8), with q in 0…15, and d such that the value of largest magnitude has q = 0."""
+    """Round so that x ≈ d·(q - 8), with q in 0…15.
+
+    d is such that the value of largest magnitude has q = 0.
+    """
     import numpy
 
     blocks = values.reshape(-1, BLOCK)
