@@ -6,10 +6,10 @@
 Each input is a well-formed file in which one to four things were changed: bytes flipped, put in,
 cut out; values of the JSON or YAML replaced by what no one expects, keys taken away or doubled.
 What reads it may return or raise SurgeryError. Anything else is a finding, and so are ten seconds
-for one input, 1 GB of memory more than at the beginning, a file that is opened outside the folder
-(and the installation), a process, a socket, and code that is compiled from an input: all of it is
-watched through the interpreter's audit hook. Exits 1 with the findings, each with the number that
-makes it again.
+of computing for one input, a minute of waiting, 1 GB of memory more than at the beginning, a file
+that is opened outside the folder (and the installation), a process, a socket, and code that is
+compiled from an input: all of it is watched through the interpreter's audit hook. Exits 1 with the
+findings, each with the number that makes it again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ from surgery.workflow.record import read_record as read_of_operations
 from surgery.workflow.trust import require_trust
 from surgery.workflow.verify import check_files, require_verifiable
 
-SECONDS, MEMORY = 10, 1 << 30  # of one input; of all of them
+SECONDS, WAIT = 10, 60  # of one input: of computing, and of all
+MEMORY = 1 << 30  # of all inputs
 HOSTILE: tuple[Any, ...] = (
     None,
     True,
@@ -685,7 +686,7 @@ class Watch:
 
 
 def timed_out(*_: Any) -> None:
-    raise TimeoutError(f"more than {SECONDS} s")
+    raise TimeoutError(f"more than {SECONDS} s of computing, or {WAIT} s in all")
 
 
 def fuzz(
@@ -694,6 +695,7 @@ def fuzz(
     """Return how the inputs of each target ended, and the findings."""
     room, watch = Room(folder), Watch(folder)
     signal.signal(signal.SIGALRM, timed_out)
+    signal.signal(signal.SIGPROF, timed_out)
     counts: dict[str, dict[str, int]] = {}
     findings: list[str] = []
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -706,7 +708,8 @@ def fuzz(
         for number in range(inputs if only else max(1, round(inputs * part))):
             draw = random.Random(f"{seed}/{name}/{number}")
             watch.seen, watch.on = [], True
-            signal.alarm(SECONDS)
+            signal.alarm(WAIT)
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
             try:
                 target(room, draw)
                 ended["read"] += 1
@@ -717,6 +720,7 @@ def fuzz(
                 findings.append(f"{name} {number}: {type(e).__name__}: {str(e)[:200]}\n{where}")
             finally:
                 signal.alarm(0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
                 watch.on = False
             findings += [f"{name} {number}: {what}" for what in watch.seen]
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

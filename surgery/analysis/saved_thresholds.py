@@ -5,6 +5,7 @@ Operations that need a threshold per layer can take them from there instead of w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers.activations import ACT2FN
 
 from surgery.analysis.fingerprint import fingerprint
 from surgery.blocks.rules import RULES
-from surgery.calibration.collectors import Distribution, edges
+from surgery.calibration.collectors import BINS, Distribution, edges
 from surgery.checkpoint import Checkpoint
 from surgery.checkpoint.parsing import read_json
 from surgery.errors import SurgeryError, UsageError
@@ -56,13 +57,20 @@ def thresholds(
     for index in layers:
         try:
             seen = _distributions(_mlp_of(report, index), index, tensors)
-            chosen.append(_QUANTILES[how.cuts](seen, sparsity, act))
-        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as e:
+            chosen.append(_finite(_QUANTILES[how.cuts](seen, sparsity, act)))
+        except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as e:
             raise SurgeryError(
                 f"{folder} has no whole figures of the MLP of layer {index} ({type(e).__name__})",
                 f"leave the layer out, or analyze again: {_again(folder)}",
             ) from None
     return chosen if how.least is None else [max(how.least, t) for t in chosen]
+
+
+def _finite(threshold: float) -> float:
+    """Return a threshold. Raises ValueError where it is NaN or infinite."""
+    if not math.isfinite(threshold):
+        raise ValueError(threshold)
+    return threshold
 
 
 def _again(folder: Path) -> str:
@@ -96,15 +104,15 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _distributions(
     mlp: Mapping[str, Any], index: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, Distribution]:
-    total = int(mlp["tokens"]) * int(mlp["width"])
-    return {
-        name: Distribution(
-            counts=tensors[f"layers.{index}.mlp.{name}.histogram"],
-            total=total,
-            zeros=round(mlp[name]["zero"] * total),
-        )
-        for name in ("gate", "product")
-    }
+    """Return what was counted of a layer. Raises ValueError for what nothing can be counted as."""
+    total, found = int(mlp["tokens"]) * int(mlp["width"]), {}
+    for name in ("gate", "product"):
+        counts = tensors[f"layers.{index}.mlp.{name}.histogram"]
+        zeros = round(mlp[name]["zero"] * total)
+        if total < 1 or not 0 <= zeros <= total or counts.shape != (2, BINS):
+            raise ValueError(total, zeros, counts.shape)
+        found[name] = Distribution(counts=counts, total=total, zeros=zeros)
+    return found
 
 
 def _activated(of: Mapping[str, Distribution], sparsity: float, act: str) -> float:

@@ -174,7 +174,7 @@ def violations(value: Any, schema: Schema, path: Keys = ()) -> Iterator[Violatio
             # The alternative with the value's type is most likely the one that was meant.
             yield from max(each, key=lambda e: "type" in e[0] and _is(value, e[0]["type"]))[1]
     elif "enum" in schema:
-        if value not in schema["enum"]:
+        if value not in list(schema["enum"]):  # a list or a mapping has no hash
             yield _unknown(value, [str(v) for v in schema["enum"]], path)
     elif "type" in schema and not _is(value, schema["type"]):
         names = " or ".join(_names(schema["type"]))

@@ -66,7 +66,22 @@ def twice(report: dict[str, Any]) -> None:
     report["layers"][3]["layer"] = 4
 
 
-@pytest.mark.parametrize("damage", [drop_layer, no_counts, twice])
+def setter(key: str, value: Any) -> Any:
+    """Return a damage that sets a figure of the layer's MLP, or of its gate."""
+
+    def damage(report: dict[str, Any]) -> None:
+        mlp = report["layers"][4]["mlp"]
+        (mlp["gate"] if key == "zero" else mlp)[key] = value
+
+    return damage
+
+
+NUMBERS = [("tokens", 0), ("tokens", 1e308), ("zero", "0"), ("zero", 10**40)]
+
+
+@pytest.mark.parametrize(
+    "damage", [drop_layer, no_counts, twice, *(setter(*number) for number in NUMBERS)]
+)
 def test_a_damaged_analysis_names_its_layer(damage: Any, source: Checkpoint, folder: Path) -> None:
     report = json.loads((folder / "analysis.json").read_text())
     damage(report)

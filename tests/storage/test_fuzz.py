@@ -42,6 +42,8 @@ CONFIGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000"),
     ({"num_hidden_layers": None}, "num_hidden_layers is None"),
     ({"text_config": [1]}, r"text_config is \[1\]"),
+    ({"surgery_blocks": [{"kind": {"a": 1}, "layers": [0]}]}, r"\{'a': 1\}"),
+    ({"surgery_blocks": [{"kind": [], "layers": [0]}]}, r"\[\]"),
     ({"torch_dtype": "\ud800"}, "surrogates not allowed"),
 )
 
