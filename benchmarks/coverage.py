@@ -6,21 +6,24 @@ and every operation on it.
 
 A cell is "ok", or the reason. `ok` means more than that nothing was raised:
 
-    inspect    every tensor has a role, and the MLPs weigh something
+    inspect    every tensor has a role, and the MLPs weigh something ("none": it has no MLP)
     analyze    the walk's logits are those of the model, and so are its counts of open neurons
     relufy     the output loads, generates, has zeros where it should, saves and loads again
-    upcycle, carve, memory, splinify     the output loads, and its logits are the source's
+    upcycle, carve, memory, splinify, prune
+               the output loads, and its logits are the source's
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -192,10 +195,19 @@ class Subject:
         return self.same(self.run(self.written(output, name)))
 
     def same(self, logits: torch.Tensor) -> str:
-        error = float((logits - self.logits).norm() / self.logits.norm())
-        if not error < TOLERANCE:
-            raise AssertionError(f"logits differ by {error:.1e}")
-        return "ok"
+        return same(logits, self.logits)
+
+
+def same(logits: torch.Tensor, wanted: torch.Tensor) -> str:
+    error = float((logits - wanted).norm() / wanted.norm())
+    if not error < TOLERANCE:
+        raise AssertionError(f"logits differ by {error:.1e}")
+    return "ok"
+
+
+def _stack_name(model: Any, family: Any) -> str:
+    """Return the name of the list of layers that a family is about."""
+    return next(n for n, _ in stacks_of(model) if f".{n}".endswith(f".{family.layers}"))
 
 
 # --- operations -----------------------------------------------------------------------------------
@@ -203,7 +215,7 @@ class Subject:
 
 def inspect(s: Subject) -> str:
     weights = surgery.inspect(s.source)
-    return "ok" if weights.mlp_share > 0 else "no MLP"
+    return "ok" if weights.mlp_share > 0 else "none"
 
 
 def analyze(s: Subject) -> str:
@@ -229,7 +241,7 @@ def _counts(s: Subject, found: Any) -> str:
     """Compare the counts of open neurons with hooks on the whole model."""
     blocks, caught = locate(s.source), dict[str, torch.Tensor]()
     path = blocks.family.gate or blocks.family.up
-    layers = next(m for n, m in stacks_of(s.model) if f".{n}".endswith(f".{blocks.family.layers}"))
+    layers = s.model.get_submodule(_stack_name(s.model, blocks.family))
     hooks = [
         m.register_forward_hook(lambda m, i, o, n=n: caught.__setitem__(n, o))
         for n, m in layers.named_modules()
@@ -270,7 +282,7 @@ def relufy(s: Subject) -> str:
 def _require_zeros(s: Subject, model: Any, output: Any) -> None:
     family, shares = locate(s.source).family, list[float]()
     paths = {family.down, family.gathered.down if family.loose else family.down}
-    layers = next(m for n, m in stacks_of(model) if f".{n}".endswith(f".{family.layers}"))
+    layers = model.get_submodule(_stack_name(model, family))
     hooks = [
         m.register_forward_hook(lambda m, i, o: shares.append(float((i[0] == 0).float().mean())))
         for n, m in layers.named_modules()
@@ -316,6 +328,31 @@ def memory(s: Subject) -> str:
 
 def splinify(s: Subject) -> str:
     return s.parity(surgery.splinify(s.source, groups="layer"), "splinify")
+
+
+def prune(s: Subject) -> str:
+    """Leave out neurons that add nothing: the first 8 of each MLP, whose `down` is zero."""
+    blocks = locate(s.source)
+    blocks.family.require_dense()
+    tensors, model = dict(s.source.tensors), copy.deepcopy(s.model)
+    layers = model.get_submodule(_stack_name(model, blocks.family))
+    for index in blocks.dense:
+        mlp = blocks.mlp(index)
+        down = mlp.down.map("the first 8 zero", _without_first)
+        tensors |= blocks.restored(index, replace(mlp, down=down))
+        weight = layers[index].get_submodule(blocks.family.down).weight.data
+        weight[:8] = 0 if blocks.family.transposed else weight[:8]
+        weight[:, :8] = weight[:, :8] if blocks.family.transposed else 0
+    wanted = s.run(model)
+    output = surgery.prune(s.source.replace(tensors=tensors), keep=1.0, multiple_of=8)
+    return same(s.run(s.written(output, "prune")), wanted)
+
+
+def _without_first(down: torch.Tensor) -> torch.Tensor:
+    """Return `down` [H, F] without what the first 8 neurons add."""
+    out = down.clone()
+    out[:, :8] = 0
+    return out
 
 
 # --- the matrix -----------------------------------------------------------------------------------

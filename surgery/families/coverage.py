@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 
 KINDS = {"causal": "text", "image": "image and text"}
-OPERATIONS = ("inspect", "analyze", "relufy", "upcycle", "carve", "memory", "splinify")
+OPERATIONS = ("inspect", "analyze", "relufy", "upcycle", "carve", "memory", "splinify", "prune")
 _NOT_BUILT = "no tiny model of it runs"
 
 

@@ -300,8 +300,10 @@ def _unchained(ran: _Small, stack: str) -> str:
 def _embedding(model: Any, by_place: Mapping[int, Sequence[str]]) -> str:
     """Return the end of the name on disk of the embedding's tensor, "" where it is a usual one."""
     table = getattr(model.get_input_embeddings(), "weight", None)
+    if table is None:
+        return ""
     own = [n for n, p in model.named_parameters() if p is table]
-    names = [n for n in by_place.get(table.data_ptr(), own) if not n.endswith(HEADS)] if own else []
+    names = [n for n in by_place.get(table.data_ptr(), own) if not n.endswith(HEADS)]
     if not names or any(n.endswith(EMBEDDINGS) for n in names):
         return ""
     return ".".join(names[0].split(".")[-2:])

@@ -67,6 +67,7 @@ IN_LAYER: tuple[tuple[str, str], ...] = (
 OUTSIDE: tuple[tuple[str, str], ...] = (
     (_NORM, "norms"),
     (r"(^|\.)(norm\w*|ln_f)\.", "norms"),
+    (r"(^|\.)ffns?\.[0-9]+\.", "mlp"),  # a list of MLPs beside one of attentions
     (r"(^|\.)(lm_head|embed_out|output)\.", "head"),
     # Tables of which a token reads a few rows.
     (r"(^|\.)(\w*embed\w*|wte|wpe|memory_values_\d+)(\.|$)", "embedding"),
