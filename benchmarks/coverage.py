@@ -380,14 +380,23 @@ def _reason(e: Exception) -> str:
     return line if isinstance(e, SurgeryError) else f"{type(e).__name__}: {line}"
 
 
+def _put(path: Path, kind: str, model_type: str, row: Mapping[str, str]) -> None:
+    """Put a row into a file of rows."""
+    whole = json.loads(path.read_text()) if path.exists() else {k: {} for k in KINDS}
+    whole["transformers"] = transformers.__version__
+    old = whole[kind].get(model_type, {})
+    whole[kind][model_type] = dict(row) if "model" in {**old, **row} else {**old, **row}
+    path.write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("types", nargs="*")
     parser.add_argument("--kind", choices=KINDS, action="append")
-    parser.add_argument("--operation", choices=OPERATIONS, action="append")
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--operation", choices=(*OPERATIONS, "prune"), action="append")
+    parser.add_argument("--write", type=Path, help="put the rows into this file, beside others")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -409,8 +418,7 @@ def main() -> None:
                 flush=True,
             )
             if options.write:
-                whole = {"transformers": transformers.__version__, **found}
-                options.write.write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n")
+                _put(options.write, kind, model_type, row)
     for kind, rows in found.items():
         for name in options.operation or OPERATIONS:
             good = sum(works(row.get(name, "not built")) for row in rows.values())

@@ -71,6 +71,7 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r"num_kv_shared_layers", 2),
     (r"image_size", 28),
     (r"codebook_size", 4),
+    (r"base_channels|latent_channels", 32),
     (r"image_token_offset", VOCAB - 16),
     (r"audio_token_offset", VOCAB - 12),
     (r"patch_size", 14),
