@@ -82,10 +82,7 @@ def _bf16(values: Array) -> bytes:
 
 
 def _q8_0(values: Array) -> bytes:
-    """Round so that x ≈ d·q, with q in -127…127 and d = max|x| / 127.
-
-    Halves are rounded away from zero.
-    """
+    """Round to d·q with q in -127…127 and d = max|x| / 127; halves go away from zero."""
     import numpy
 
     blocks = values.reshape(-1, BLOCK)
@@ -100,10 +97,7 @@ def _q8_0(values: Array) -> bytes:
 
 
 def _q4_0(values: Array) -> bytes:
-    """Round so that x ≈ d·(q - 8), with q in 0…15.
-
-    d is such that the value of largest magnitude has q = 0.
-    """
+    """Round to d·(q - 8), q in 0…15, with a d that gives the largest magnitude q = 0."""
     import numpy
 
     blocks = values.reshape(-1, BLOCK)
