@@ -76,8 +76,16 @@ def _families(found: dict[str, Any]) -> str:
     sizes = {kind: sum(t["kind"] == words for t in types) for kind, words in _KINDS.items()}
     head = [f"| | {' | '.join(operations)} |", "|---" * (len(operations) + 1) + "|"]
     shown = [
-        f"| {_KINDS[kind]}, of {sizes[kind]} | {' | '.join(str(n) for n in row.values())} |"
-        for kind, row in counts.items()
+        f"| {words} | {' | '.join(str(n) for n in row.values())} |"
+        for kind in counts
+        for words, row in (
+            (f"{_KINDS[kind]}, of {sizes[kind]}", counts[kind]),
+            (f"those with dense MLPs, of {found['sorts'][kind]['dense']}", found["dense"][kind]),
+        )
+    ]
+    sorted_out = [
+        f"- {_KINDS[kind]}: " + ", ".join(f"{n} {_SORTS[sort]}" for sort, n in row.items())
+        for kind, row in found["sorts"].items()
     ]
     reasons: dict[str, int] = {}
     rows = [f"| `model_type` | | {' | '.join(operations)} |", "|---" * (len(operations) + 2) + "|"]
@@ -85,10 +93,16 @@ def _families(found: dict[str, Any]) -> str:
         cells = [_cell(t, operation, reasons) for operation in operations]
         rows.append(f"| `{t['model_type']}` | {t['kind']} | {' | '.join(cells)} |")
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join([*head, *shown, "", *rows, "", "Reasons:", "", *notes])
+    return "\n".join([*head, *shown, "", *sorted_out, "", *rows, "", "Reasons:", "", *notes])
 
 
 _KINDS = {"causal": "text", "image": "image and text"}
+_SORTS = {
+    "dense": "with dense MLPs",
+    "mixture": "mixtures of experts",
+    "none": "without an MLP",
+    "unmeasured": "of which no tiny model could be made",
+}
 
 
 def _cell(t: dict[str, Any], operation: str, reasons: dict[str, int]) -> str:

@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from surgery.analysis.analyze import Analysis
     from surgery.analysis.weigh import Weights
     from surgery.proof.verification import Verification
+    from surgery.workflow.export import Exported
 
 __all__ = [
     "analyze",
     "carve",
     "cast",
+    "export",
     "fold",
     "inspect",
     "memory",
@@ -222,6 +224,34 @@ def verify(
         texts=recorded_texts(read_record(folder), folder, list(map(str, texts))),
     )
     return verify_folder(source, folder, demands)
+
+
+def export(
+    checkpoint: Checkpoint,
+    out: str | Path,
+    *,
+    format: str = "gguf",
+    type: str = "bf16",
+    dry_run: bool = False,
+) -> Exported:
+    """Write a relufied Llama, Mistral or Qwen2 as a file that llama.cpp runs.
+
+    Args:
+        out: the file.
+        format: "gguf".
+        type: how matrices are stored: "f32", "f16", "bf16", "q8_0" or "q4_0".
+        dry_run: check everything and write nothing.
+
+    Raises SurgeryError for what llama.cpp cannot hold, with the reason.
+
+    Example:
+        >>> relufied = surgery.open("Qwen2.5-0.5B-relu")
+        >>> surgery.export(relufied, "qwen-relu.gguf", type="q8_0").nbytes
+    """
+    from surgery.workflow import export as exporting
+
+    path = expanded(out) if not is_url(str(out)) else _folder(out)
+    return exporting.export(checkpoint, path, format=format, type=type, dry_run=dry_run)
 
 
 def _folder(out: str | Path) -> Path:

@@ -21,6 +21,16 @@ QUICK = {
     ("causal", "bloom"): {"relufy": "code"},  # its module adds the residual, its GELU is its own
     ("causal", "exaone"): {"relufy": "stock"},  # other names on disk
     ("image", "llava"): {"relufy": "stock", "carve": "ok"},
+    ("image", "paligemma"): {"upcycle": "code"},  # its text model begins by a rule of its own
+}
+# How text passes through them, where that is unusual.
+WALKED = {
+    ("causal", "electra"): "its head is tied under another name",
+    ("causal", "openai-gpt"): "its layers give lists",
+    ("causal", "gemma4_text"): "its layers read a table by token besides",
+    ("causal", "emu3"): "no Auto class knows its text model",
+    ("image", "idefics3"): "it asks where its first tower is, which is not loaded",
+    ("image", "mllama"): "text does not pass through every layer",
 }
 MIXTURES = ("qwen3_next",)
 
@@ -48,3 +58,26 @@ def test_mixtures_are_walked_and_relufied(coverage: ModuleType, model_type: str)
     cells = coverage.cells("causal", model_type, ("inspect", "analyze", "relufy", "upcycle"))
     assert (cells["inspect"], cells["analyze"], cells["relufy"]) == ("ok", "ok", "stock")
     assert "is a mixture already" in cells["upcycle"]
+
+
+@pytest.mark.parametrize(("kind", "model_type"), WALKED, ids=WALKED.values())
+def test_the_walk_equals_the_whole_model(coverage: ModuleType, kind: str, model_type: str) -> None:
+    cells = coverage.cells(kind, model_type, ("inspect", "analyze"))
+    assert cells == {"inspect": "ok", "analyze": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [("xlm", "reads something else"), ("inkling2_loop_text", "more than once")],
+)
+def test_layers_that_do_not_follow_one_another_are_not_walked(
+    coverage: ModuleType, model_type: str, why: str
+) -> None:
+    cells = coverage.cells("causal", model_type, ("inspect", "analyze"))
+    assert cells["inspect"] == "ok"
+    assert "cannot be walked layer by layer" in cells["analyze"] and why in cells["analyze"]
+
+
+def test_what_has_no_mlp_says_so(coverage: ModuleType) -> None:
+    cells = coverage.cells("causal", "mamba2", ("inspect", "analyze"))
+    assert cells["inspect"] == "none" and "no MLP of mamba2 is proved" in cells["analyze"]

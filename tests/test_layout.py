@@ -24,7 +24,7 @@ FLOORS = (
     ("analysis",),
     ("proof",),
     ("operations",),
-    ("finetune", "report"),
+    ("finetune", "report", "engines"),
     ("workflow",),
     ("api",),
     ("cli",),

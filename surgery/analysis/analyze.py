@@ -619,6 +619,8 @@ def _observe(
 ) -> LayerAnalysis:
     """Run one layer and return its figures."""
     family, config = walk.blocks.family, walk.checkpoint.text_config
+    if not layer.arguments:  # text does not pass through it
+        return LayerAnalysis(index=layer.index, mlp=None, router=None, residual=0.0)
     with tapped(layer.module, family, config) as taps:
         seen = _Observers.of(taps, coactivation is not None)
         layer.run(lambda b, hidden: seen.update(taps, {**where[b], "hidden": hidden}))

@@ -114,9 +114,14 @@ def _auto_map(config: Mapping[str, Any], base: str) -> Mapping[str, str]:
             f"transformers has no body of a {base} without its head, which custom code extends",
             "`surgery families` says what works on it",
         )
-    if whole is None or not config.get("text_config"):
-        return AUTO_MAP
-    return BOTH_MAP if text == whole else WRAPPER_MAP
+    if not text and not whole:
+        raise SurgeryError(
+            f"no Auto class of transformers loads a {base}, as custom code must be",
+            "operate on the whole model that it is a part of",
+        )
+    if text == whole:
+        return BOTH_MAP
+    return WRAPPER_MAP if whole and config.get("text_config") else AUTO_MAP
 
 
 def _require_joinable(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

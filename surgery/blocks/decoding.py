@@ -10,7 +10,7 @@ from surgery.blocks import block_config
 from surgery.blocks.sparse_mlp import SparseMLP
 from surgery.errors import SurgeryError
 from surgery.families import Family, find
-from surgery.families.roles import OTHER_TOWERS
+from surgery.families.roles import TOWERS
 
 ZEROING = ("relu", "relu2", "relu6")
 
@@ -57,7 +57,7 @@ def _layers(model: nn.Module, family: Family) -> nn.ModuleList:
     """Return the decoder layers. Raises SurgeryError where the model has none."""
     family.require_dense()
     for name, module in model.named_modules():
-        named = f".{name}".endswith(f".{family.layers}") and not OTHER_TOWERS.search(name)
+        named = f".{name}".endswith(f".{family.layers}") and not TOWERS.search(name)
         if named and isinstance(module, nn.ModuleList):
             return module
     raise SurgeryError(

@@ -14,6 +14,8 @@ This file is the same in all checkpoints, except for the blocks that it imports,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,10 +67,10 @@ class _Operated:
             layers = [body.get_submodule(entry["stack"])[index] for index in entry["layers"]]
             place = body.get_submodule(entry["stack"].rpartition(".")[0])
             _share(place, entry, [_operate(layer, entry, config) for layer in layers])
-        # Models inside this one, as OPT's decoder is, would begin their layers by their own rule.
+        # Models inside this one begin their layers by their own rule, which knows no blocks.
         for inner in self.modules():  # type: ignore[attr-defined]
             if inner is not self and hasattr(inner, "_init_weights"):
-                inner._init_weights = self._init_weights
+                inner._init_weights = partial(_begin, inner._init_weights)
         self.post_init()  # type: ignore[attr-defined]
 
     def _body(self) -> Any:
@@ -83,9 +85,7 @@ class _Operated:
 
         That is only seen where the checkpoint has nothing for it.
         """
-        super()._init_weights(module)  # type: ignore[misc]
-        if hasattr(module, "init_block_weights"):
-            module.init_block_weights()
+        _begin(super()._init_weights, module)  # type: ignore[misc]
 
     def set_sparse_decode(self, on: bool = True) -> None:
         """Let the blocks that can skip neurons as they decode one sequence do so, or not."""
@@ -110,6 +110,13 @@ class SurgeryForImageTextToText(_Operated, _Wrapper):
     """The same where BASE is multimodal: the blocks are in its language model."""
 
     config_class = SurgeryConfig
+
+
+def _begin(rule: Callable[[nn.Module], None], module: nn.Module) -> None:
+    """Begin a module by a rule of transformers, then what a block adds by the block's own."""
+    rule(module)
+    if hasattr(module, "init_block_weights"):
+        module.init_block_weights()
 
 
 def _operate(layer: nn.Module, entry: dict[str, Any], config: Any) -> nn.Module:

@@ -30,9 +30,9 @@ from surgery.checkpoint import Checkpoint, LazyTensor
 from surgery.checkpoint.tensors import DTYPES
 from surgery.errors import SurgeryError
 from surgery.families import Blocks
+from surgery.families.classes import named_after
+from surgery.families.roles import TOWERS
 
-# Parts of the names of modules that text never passes through.
-OTHER_MODALITIES = ("vision", "visual", "audio", "multi_modal")
 # Fields that a config may have for transformers 4 or 5, whether or not its class knows them.
 WRITTEN_FOR_BOTH = (
     "dtype",
@@ -127,6 +127,19 @@ def _has_odd_experts(model: Any) -> bool:
     return any(size * p.element_size() % 16 for p in fused for size in p.shape[1:])
 
 
+@contextmanager
+def on_device(device: str) -> Iterator[None]:
+    """Let models say that they are on this device, as some ask of themselves.
+
+    They answer with where their first parameter is, which for a tower that is not loaded is meta.
+    """
+    transformers.PreTrainedModel.device = property(lambda model: torch.device(device))
+    try:
+        yield
+    finally:
+        del transformers.PreTrainedModel.device
+
+
 def decoder_layers(model: Any, blocks: Blocks) -> tuple[str, nn.ModuleList]:
     """Return the name of the ModuleList of the language model's decoder layers, and the ModuleList.
 
@@ -135,7 +148,7 @@ def decoder_layers(model: Any, blocks: Blocks) -> tuple[str, nn.ModuleList]:
     wanted = blocks.family.layers
     for name, module in model.named_modules():
         named = isinstance(module, nn.ModuleList) and f".{name}".endswith(f".{wanted}")
-        if named and len(module) == blocks.count and not _other_modality(name):
+        if named and len(module) == blocks.count and not TOWERS.search(name):
             return name, module
     raise SurgeryError(
         f"{type(model).__name__} has no list of {blocks.count} decoder layers named {wanted}",
@@ -236,11 +249,13 @@ def _auto_class(config: Any) -> Any:
     autos = [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText]
     if hasattr(config, "text_config"):  # the whole model, where a class of text would take a part
         autos.reverse()
-    if found := [a for a in autos if type(config) in a._model_mapping]:
-        return found[0]
+    if usual := [a for a in autos if type(config) in a._model_mapping]:
+        return usual[0]
     if config.model_type not in transformers.CONFIG_MAPPING:  # code of its own
         named = getattr(config, "auto_map", None) or {}
         return next((a for a in autos if a.__name__ in named), transformers.AutoModelForCausalLM)
+    if found := named_after(config):
+        return found
     raise SurgeryError(
         f"{config.model_type} is no language model to transformers: it has no class for "
         "causal text of that model_type",
@@ -435,21 +450,17 @@ def _without(names: Iterable[str], patterns: Iterable[str] | None) -> tuple[str,
     return tuple(sorted(n for n in names if not any(re.search(p, n) for p in patterns)))
 
 
-def _other_modality(name: str) -> bool:
-    return any(part in name for part in OTHER_MODALITIES)
-
-
 def outer_names(blocks: Blocks) -> list[str]:
     """Return the on-disk names outside the decoder layers that text passes through.
 
     They are those of embeddings, final norm and head.
     """
     layer = re.compile(rf"{re.escape(blocks.prefix)}[0-9]+\.")
-    return [n for n in blocks.checkpoint.tensors if not layer.match(n) and not _other_modality(n)]
+    return [n for n in blocks.checkpoint.tensors if not layer.match(n) and not TOWERS.search(n)]
 
 
 def without_weights(model: Any, skip: Iterable[nn.Module]) -> list[str]:
     """Return the parameters outside `skip` that text passes through and that are still on meta."""
     skipped = {id(p) for module in skip for p in module.parameters()}
     missing = [n for n, p in model.named_parameters() if p.is_meta and id(p) not in skipped]
-    return [n for n in missing if not _other_modality(n)]
+    return [n for n in missing if not TOWERS.search(n)]

@@ -12,6 +12,7 @@ Shapes: b sequences of a batch, T positions, H hidden_size, V vocab_size.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from surgery.calibration.fp64 import arithmetic
 from surgery.calibration.prefetch import Prefetch
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SurgeryError, UsageError
-from surgery.families import locate
+from surgery.families import Family, locate
 from surgery.families.classes import without_head
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -62,7 +63,7 @@ class Layer:
         for x, (args, kwargs) in zip(states, self.arguments, strict=False):
             with arithmetic(x.dtype):
                 out = self.module(x.to(self.device), *args, **kwargs)
-            yield out[0] if isinstance(out, tuple) else out
+            yield out[0] if isinstance(out, tuple | list) else out
 
     def run(self, each: Callable[[int, Tensor], None] = lambda b, output: None) -> None:
         """Replace the hidden states by the layer's outputs, batch by batch.
@@ -103,6 +104,7 @@ class Walk:
     ) -> None:
         self.checkpoint, self.device, self.dtype = checkpoint, device, dtype
         self.blocks = locate(checkpoint)
+        _require_chained(self.blocks.family)
         self.ahead = Prefetch(device) if device.startswith("cuda") else None
         self.model = stock.meta_model(checkpoint, dtype, device)
         self.layers_name, self.layers = stock.decoder_layers(self.model, self.blocks)
@@ -280,11 +282,18 @@ class Walk:
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Apply final norm and head to hidden states [b, n, H] of the end of the last layer."""
-        width = self.model.get_input_embeddings().embedding_dim
-        nothing = torch.zeros(*hidden.shape[:2], width, dtype=self.dtype, device=self.device)
+        embeddings = self.model.get_input_embeddings()
+        rows = hidden.shape[:2]
+        nothing = torch.zeros(*rows, embeddings.embedding_dim, dtype=self.dtype, device=self.device)
         stub = lambda hidden_states, *args, **kwargs: hidden.as_subclass(_Whole)  # noqa: E731
-        with arithmetic(self.dtype), self._stubs(stub):
-            return self.model(inputs_embeds=nothing, use_cache=False).logits
+        # Some classes look up more than the embeddings by token, so that tokens must be given.
+        ids = torch.zeros(rows, dtype=torch.long, device=self.device)
+        embeddings.forward = lambda *args, **kwargs: nothing
+        try:
+            with arithmetic(self.dtype), self._stubs(stub):
+                return self.model(input_ids=ids, use_cache=False).logits
+        finally:
+            del embeddings.forward
 
     @torch.no_grad()
     def _record(self, batches: Sequence[Tensor]) -> None:
@@ -292,29 +301,37 @@ class Walk:
         self._load_outer(without=self.model.get_output_embeddings())
         pool: list[Tensor] = []
         for ids in batches:
-            calls: list[tuple[Tensor, Arguments]] = []
+            calls: list[tuple[int, Tensor, Arguments]] = []
 
             def stub(
-                hidden_states: Tensor, *args: Any, _calls: list[Any] = calls, **kwargs: Any
+                hidden_states: Tensor,
+                *args: Any,
+                _calls: list[Any] = calls,
+                _layer: int,
+                **kwargs: Any,
             ) -> Tensor:
-                _calls.append((hidden_states, (args, kwargs)))
+                _calls.append((_layer, hidden_states, (args, kwargs)))
                 return hidden_states.as_subclass(_Whole)
 
             with arithmetic(self.dtype), self._stubs(stub):
                 self.model.base_model(input_ids=ids.to(self.device), use_cache=False)
-            self.hidden.append(calls[0][0])
-            for arguments, (_, (args, kwargs)) in zip(self.arguments, calls, strict=True):
+            self.hidden.append(calls[0][1])
+            for index, _, (args, kwargs) in calls:  # text does not pass through every layer of all
                 shared = {k: _share(v, pool) for k, v in kwargs.items()}
-                arguments.append((_share(args, pool), shared))
+                self.arguments[index].append((_share(args, pool), shared))
         stock.unload(self.model)
 
     @contextmanager
     def _stubs(self, forward: Callable[..., Tensor]) -> Iterator[None]:
-        """Replace the forward of every decoder layer while the context lasts."""
-        for layer in self.layers:
-            layer.forward = forward
+        """Replace the forward of every decoder layer while the context lasts.
+
+        `forward` is told the layer's index as `_layer`.
+        """
+        for index, layer in enumerate(self.layers):
+            layer.forward = functools.partial(forward, _layer=index)
         try:
-            yield
+            with stock.on_device(self.device):
+                yield
         finally:
             for layer in self.layers:
                 del layer.forward
@@ -336,9 +353,9 @@ class Walk:
         self._require(stock.without_weights(self.model, skipped))
 
     def _on_disk(self, module: nn.Module, names: Sequence[str]) -> list[str]:
-        """Return which of these names on disk are those of the module."""
+        """Return which of these names on disk are the module's matrix; a bias is never tied."""
         leaf = stock.module_name(self.model, module).split(".")[-1]
-        return [n for n in names if n.split(".")[-2:-1] == [leaf]]
+        return [n for n in names if n.split(".")[-2:] == [leaf, "weight"]]
 
     def _require(self, missing: Sequence[str], where: str = "") -> None:
         """Raise SurgeryError if parameters are missing."""
@@ -382,6 +399,15 @@ def choose_dtype(name: str | None, device: str) -> torch.dtype:
         multiplies = any(getattr(torch.cpu, support, bool)() for support in asked)
         name = "bf16" if device != "cpu" or multiplies else "fp32"
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+
+
+def _require_chained(family: Family) -> None:
+    """Raise SurgeryError for a family whose layers cannot be run one after the other."""
+    if family.unchained:
+        raise SurgeryError(
+            f"a {family.model_type} cannot be walked layer by layer: {family.unchained}",
+            "use what needs no text: `surgery inspect`, `surgery relufy --repair none`, `upcycle`",
+        )
 
 
 class _Hidden(list[Tensor]):

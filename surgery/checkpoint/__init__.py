@@ -1,7 +1,7 @@
 """Checkpoints in memory: a config, lazy tensors and side files, and the plan of writing them."""
 
 from surgery.checkpoint.checkpoint import Checkpoint, Pending, Source, Step, natural_key
-from surgery.checkpoint.generated_file import GeneratedFile
+from surgery.checkpoint.generated_file import BuiltFile, GeneratedFile
 from surgery.checkpoint.plan import Plan, Shard, make_plan, parse_size
 from surgery.checkpoint.tensors import (
     Extent,
@@ -15,6 +15,7 @@ from surgery.checkpoint.tensors import (
 from surgery.checkpoint.work import Progress, Work
 
 __all__ = [
+    "BuiltFile",
     "Checkpoint",
     "Extent",
     "GeneratedFile",

@@ -70,6 +70,8 @@ _COUNTS = (
     "no_rope_layer_interval",
     "attention_chunk_size",
 )
+# Those of them that may be a list, of one for each layer or modality.
+_WIDTHS = ("intermediate_size", "ffn_dim", "moe_intermediate_size")
 _POSITIVE = (
     "hidden_size",
     "n_embd",
@@ -145,6 +147,9 @@ def _schema() -> Schema:
     # transformers makes a path of model_type while it reads the config.
     fields["model_type"] |= {"pattern": r"^[\w.-]*\w$"}
     lists = {name: _list_of({"type": kind}) for name, kind in _LISTS.items()}
+    for name in _WIDTHS:
+        alone = {"type": ["integer", "null"]}
+        lists[name] = {"anyOf": [alone, {"type": "array", "items": {"type": "integer"}}]}
     blocks = {"surgery_blocks": _list_of(_BLOCK)}
     return {"type": "object", "properties": fields | lists | blocks}
 
@@ -218,12 +223,12 @@ def _wrong_blocks(part: Mapping[str, Any]) -> Iterator[str]:
 
 def _wrong_counts(part: Mapping[str, Any]) -> Iterator[str]:
     for name in _COUNTS:
-        least, value = int(name in _POSITIVE), part.get(name)
-        if value is None:
-            if name in part and least:
+        least, stated = int(name in _POSITIVE), part.get(name)
+        if stated is None and name in part and least:
+            yield f"{name} is {stated}"
+        for value in stated if isinstance(stated, list) else [stated]:
+            if value is not None and not least <= value < _MOST:
                 yield f"{name} is {value}"
-        elif not least <= value < _MOST:
-            yield f"{name} is {value}"
 
 
 def _too_many(part: Any) -> Iterator[str]:

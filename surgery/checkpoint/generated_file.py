@@ -1,11 +1,12 @@
-"""A small file that is generated for an output, such as the code of custom-code blocks."""
+"""Small files that are generated for an output, such as the code of custom-code blocks."""
 
 from __future__ import annotations
 
 import hashlib
 import tempfile
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 
 from surgery import files
@@ -32,6 +33,33 @@ class GeneratedFile:
         if not (folder / name).is_file():
             files.write(folder, name, self.data, sync=False)
         return folder / name
+
+
+@dataclass(frozen=True)
+class BuiltFile:
+    """A side file that is made of a file of the source, when it is first read.
+
+    Args:
+        name: its name.
+        identity: a text that changes whenever the content may.
+        build: returns the content.
+    """
+
+    name: str
+    identity: str
+    build: Callable[[], bytes] = field(compare=False)
+
+    @cached_property
+    def _made(self) -> GeneratedFile:
+        return GeneratedFile(self.name, self.build())
+
+    @property
+    def size(self) -> int:
+        return self._made.size
+
+    def path(self) -> Path:
+        """Return the file on this disk, where it lasts as long as the process."""
+        return self._made.path()
 
 
 @cache

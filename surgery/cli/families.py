@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -43,15 +44,29 @@ def _counts() -> None:
     table.add_column("operation")
     for kind, words in KINDS.items():
         table.add_column(f"{words}, of {len(found.rows[kind])}", justify="right")
+        table.add_column(f"dense, of {found.sorts(kind)['dense']}", justify="right")
     table.add_column("commonest reason for the others")
     for operation in OPERATIONS:
         why = found.commonest(operation)
-        counts = [str(found.count(kind, operation)) for kind in KINDS]
+        counts = [
+            str(found.count(kind, operation, sort)) for kind in KINDS for sort in ("", "dense")
+        ]
         table.add_row(operation, *counts, f"{why[0]} ({why[1]})" if why else "")
     screen.show(table)
     screen.show_notes(
-        ["surgery families NAME: one model_type, with the reason for whatever does not work"]
+        [
+            *(f"{words}: {_sorts(found.sorts(kind))}" for kind, words in KINDS.items()),
+            "upcycle, carve, memory and splinify need dense MLPs: they refuse mixtures by design",
+            "surgery families NAME: one model_type, with the reason for whatever does not work",
+        ]
     )
+
+
+def _sorts(counts: Mapping[str, int]) -> str:
+    """Return how many types there are of each sort, in words."""
+    from surgery.families.coverage import SORTS
+
+    return ", ".join(f"{count} {SORTS[sort]}" for sort, count in counts.items())
 
 
 def _one(name: str, as_json: bool) -> None:
@@ -93,6 +108,7 @@ def _all() -> dict[str, Any]:
         {
             "model_type": t,
             "kind": words,
+            "sort": found.sort(kind, t),
             "native": [r.target for r in ROUTES if r.source == t] if kind == "causal" else [],
             **{operation: found.cell(kind, t, operation) for operation in OPERATIONS},
         }
@@ -100,4 +116,11 @@ def _all() -> dict[str, Any]:
         for t in sorted(found.rows[kind])
     ]
     counts = {k: {o: found.count(k, o) for o in OPERATIONS} for k in KINDS}
-    return {"transformers": found.transformers, "counts": counts, "types": types}
+    dense = {k: {o: found.count(k, o, "dense") for o in OPERATIONS} for k in KINDS}
+    return {
+        "transformers": found.transformers,
+        "sorts": {k: found.sorts(k) for k in KINDS},
+        "counts": counts,
+        "dense": dense,
+        "types": types,
+    }

@@ -6,9 +6,11 @@ but no head whose logits could be compared.
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from surgery.checkpoint import Checkpoint
 from surgery.checkpoint.edit import HEADS
@@ -39,6 +41,36 @@ _HEADS = (
     Head(names=r"(ForMultipleChoice|DoubleHeadsModel)$", what="a model for multiple choice"),
     Head(names=r"ForMaskedLM$", what="a model of masked text"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A model class that no Auto class leads to, with the method that they have."""
+
+    cls: Any
+
+    def from_config(self, config: Any, *, dtype: Any = None, **options: Any) -> Any:
+        """Build the model, as an Auto class does."""
+        return self.cls._from_config(config, dtype=dtype)
+
+
+def named_after(config: Any) -> Named | None:
+    """Return the one language model beside a config class of transformers; None if there is none.
+
+    The text models of some wrappers have classes that no Auto class knows (Emu3, Mllama).
+    """
+    place = type(config).__module__.replace(".configuration_", ".modeling_")
+    try:
+        module = importlib.import_module(place)
+    except ImportError:
+        return None
+    found = [
+        c
+        for n, c in vars(module).items()
+        if n.endswith(("ForCausalLM", "ForConditionalGeneration"))
+        and getattr(c, "config_class", None) is type(config)
+    ]
+    return Named(found[0]) if len(found) == 1 else None
 
 
 def require_language_model(checkpoint: Checkpoint) -> None:

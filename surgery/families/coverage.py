@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,15 @@ from importlib import resources
 
 KINDS = {"causal": "text", "image": "image and text"}
 OPERATIONS = ("inspect", "analyze", "relufy", "upcycle", "carve", "memory", "splinify")
+# What the types of transformers are, by what came of the operations on them. The last four
+# operations are about dense MLPs, so that they refuse a mixture of experts by design.
+SORTS = {
+    "dense": "with dense MLPs",
+    "mixture": "mixtures of experts",
+    "none": "without an MLP",
+    "unmeasured": "no tiny model could be made",
+}
+_MIXTURE = re.compile(r"is a mixture already|no layer of this \w+ has a dense MLP")
 _NOT_BUILT = "no tiny model of it runs"
 
 
@@ -35,9 +45,24 @@ class Measured:
         reason = f"{_NOT_BUILT}: {row['model']}" if "model" in row else "not measured yet"
         return row.get(operation, reason)
 
-    def count(self, kind: str, operation: str) -> int:
-        """Return how many types of a kind an operation works on."""
-        return sum(works(self.cell(kind, t, operation)) for t in self.rows[kind])
+    def sort(self, kind: str, model_type: str) -> str:
+        """Return which of SORTS a type is."""
+        row = self.rows[kind][model_type]
+        if "model" in row:
+            return "unmeasured"
+        if any(_MIXTURE.search(cell) for cell in row.values()):
+            return "mixture"
+        return "none" if row.get("inspect") == "none" else "dense"
+
+    def sorts(self, kind: str) -> Mapping[str, int]:
+        """Return how many types of a kind there are of each sort."""
+        found = Counter(self.sort(kind, t) for t in self.rows[kind])
+        return {sort: found[sort] for sort in SORTS}
+
+    def count(self, kind: str, operation: str, sort: str = "") -> int:
+        """Return how many types of a kind, or of a sort of them, an operation works on."""
+        types = [t for t in self.rows[kind] if sort in ("", self.sort(kind, t))]
+        return sum(works(self.cell(kind, t, operation)) for t in types)
 
     def commonest(self, operation: str) -> tuple[str, int] | None:
         """Return the commonest reason why an operation does not work, and how often it is that."""

@@ -12,6 +12,7 @@ What cannot be proved is refused, with the module and what it does differently.
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from surgery.checkpoint.edit import EMBEDDINGS
+from surgery.checkpoint.edit import EMBEDDINGS, HEADS
 from surgery.errors import SurgeryError
+from surgery.families.classes import named_after
 from surgery.families.family import Family
-from surgery.families.roles import OTHER_TOWERS
+from surgery.families.roles import TOWERS
 from surgery.families.shrink import EXPERTS, VOCAB, shrink
 
 _TOP_K = (
@@ -35,6 +37,7 @@ _TOP_K = (
 )
 _COUNT = re.compile(r"(num_|num_local_|n_routed_|moe_num_)experts")
 _WHOLE = "`surgery inspect` weighs it all the same"
+_MOST_PARAMETERS = 300_000_000  # of a small model
 _WIDTHS = re.compile(r"n_inner|\w*(intermediate|ffn|feed_forward|inner)\w*|dff|dim_ff")
 
 
@@ -101,7 +104,7 @@ def _run(small: Mapping[str, Any]) -> _Small:
 
     from surgery.families import probe
 
-    with _quiet(), _refusing(small), torch.random.fork_rng(devices=[]):
+    with _quiet(), _refusing(small), _doubles(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = build(small)
         probe.randomise(model)
@@ -125,7 +128,15 @@ def build(small: Mapping[str, Any]) -> Any:
     known = [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText]
     if "text_config" in small:  # the whole model, where a class of text would take a part of it
         known.reverse()
-    auto = next((a for a in known if type(config) in a._model_mapping), known[0])
+    usual = next((a for a in known if type(config) in a._model_mapping), None)
+    auto = usual or named_after(config) or known[0]
+    with torch.device("meta"):
+        count = sum(p.numel() for p in auto.from_config(config).parameters())
+    if count > _MOST_PARAMETERS:
+        raise SurgeryError(
+            f"a small {config.model_type} has {count:,} parameters here, so nothing is proved",
+            _WHOLE,
+        )
     model = auto.from_config(config, dtype=torch.float64).eval()
     model.config._experts_implementation = "eager"
     return model
@@ -138,7 +149,7 @@ def stacks_of(model: Any) -> Iterator[tuple[str, Any]]:
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{other}.") for other in found)
-        if inside or OTHER_TOWERS.search(name) or not isinstance(module, nn.ModuleList):
+        if inside or TOWERS.search(name) or not isinstance(module, nn.ModuleList):
             continue
         if len(module):
             found.append(name)
@@ -160,6 +171,19 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(before)
+
+
+@contextmanager
+def _doubles() -> Iterator[None]:
+    """Make what classes build on the way fp64 too: masks, positions."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager
@@ -210,14 +234,16 @@ def _facts(ran: _Small, stack: str) -> dict[str, Any]:
     mixtures = [m for layer in layers if (m := _mixture(layer))]
     shared, dense = _sorted_out(proofs, layers)
     first = Counter(dense or shared).most_common(1)
-    place, disk = _on_disk(ran.model, stack)
+    by_place = _saved_names(ran.model)
+    place, disk = _on_disk(ran.model, stack, by_place)
     kind = str(ran.model.config.model_type)
     facts: dict[str, Any] = {
         "model_type": kind,
         "layers": _below_body(ran.model, stack),
         "body": stack.removesuffix(_below_body(ran.model, stack)).removesuffix("."),
         "layers_on_disk": place,
-        "embedding": _embedding(ran.model),
+        "embedding": _embedding(ran.model, by_place),
+        "unchained": _unchained(ran, stack),
         "uneven": len({frozenset(n for n, _ in m.named_parameters()) for m in layers}) > 1,
         "discovered": True,
     }
@@ -232,7 +258,8 @@ def _facts(ran: _Small, stack: str) -> dict[str, Any]:
     if len(set(downs)) < len(downs):
         raise SurgeryError(f"layers of {kind} share one MLP", _WHOLE)
     for index, (layer, found) in enumerate(zip(layers, proofs, strict=True)):
-        if _has(layer, proof.down) and proof.down not in [p.down for p in found]:
+        unproved = _has(layer, proof.down) and proof.down not in [p.down for p in found]
+        if unproved and not _holds_unseen(ran, f"{stack}.{index}", layer, proof):
             raise SurgeryError(
                 f"the MLP of layer {index} of {kind} computes something else than "
                 f"{_formula(proof)}, which is proved of other layers",
@@ -247,12 +274,42 @@ def _facts(ran: _Small, stack: str) -> dict[str, Any]:
     return facts
 
 
-def _embedding(model: Any) -> str:
-    """Return the end of the name of the embedding's tensor, "" where it is a usual one."""
-    table = model.get_input_embeddings()
-    name = next((n for n, m in model.named_modules() if m is table), "")
-    found = f"{name.rpartition('.')[2]}.weight"
-    return "" if not name or found.endswith(EMBEDDINGS) else found
+def _holds_unseen(ran: _Small, name: str, layer: Any, proof: Any) -> bool:
+    """Return whether text does not pass through a layer, and its MLP is one that was proved."""
+    from surgery.families.probe import holds_alone
+
+    rows = next((c.input for n, c in ran.trace.calls.items() if n.endswith(f".{proof.up}")), None)
+    return rows is not None and name not in ran.trace.calls and holds_alone(layer, proof, rows)
+
+
+def _unchained(ran: _Small, stack: str) -> str:
+    """Return what keeps the layers from being run one after the other, "" where nothing does."""
+    import torch
+
+    from surgery.families.probe import same
+
+    count = len(ran.stacks[stack])
+    seen = [(i, c) for i in range(count) if (c := ran.trace.calls.get(f"{stack}.{i}"))]
+    for (i, before), (j, after) in itertools.pairwise(seen):
+        given = (t for t in (*after.args, *after.kwargs.values()) if isinstance(t, torch.Tensor))
+        if not any(same(t, before.output) for t in given if t.is_floating_point()):
+            return f"layer {j} reads something else than layer {i} gives"
+    if not seen:
+        return "its layers are not called as modules"
+    again = next((i for i, _ in seen if ran.trace.times[f"{stack}.{i}"] > 1), None)
+    return "" if again is None else f"layer {again} runs more than once"
+
+
+def _embedding(model: Any, by_place: Mapping[int, Sequence[str]]) -> str:
+    """Return the end of the name on disk of the embedding's tensor, "" where it is a usual one."""
+    table = getattr(model.get_input_embeddings(), "weight", None)
+    if table is None:
+        return ""
+    own = [n for n, p in model.named_parameters() if p is table]
+    names = [n for n in by_place.get(table.data_ptr(), own) if not n.endswith(HEADS)]
+    if not names or any(n.endswith(EMBEDDINGS) for n in names):
+        return ""
+    return ".".join(names[0].split(".")[-2:])
 
 
 def _has(module: Any, path: str) -> bool:
@@ -404,24 +461,37 @@ def _expert_activation(ran: _Small, stack: str) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _on_disk(model: Any, stack: str) -> tuple[str, dict[str, str]]:
+def _saved_names(model: Any) -> dict[int, list[str]]:
+    """Return the names on disk of the tensors that are stored as they are, by their address.
+
+    Tied ones have several, of which one is stored.
+    """
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4 stores what it has
+        return {}
+    state = {n: t for n, t in model.state_dict().items() if t.numel()}
+    shapes = {t.data_ptr(): t.shape for t in state.values()}
+    found = dict[int, list[str]]()
+    for name, t in revert_weight_conversion(model, dict(state)).items():
+        if shapes.get(t.data_ptr()) == t.shape:
+            found.setdefault(t.data_ptr(), []).append(name)
+    return found
+
+
+def _on_disk(
+    model: Any, stack: str, by_place: Mapping[int, Sequence[str]]
+) -> tuple[str, dict[str, str]]:
     """Return the name on disk of a list of layers, and the paths of the matrices of a layer.
 
     The paths are by those in the model, of matrices that are stored as they are under whatever
     name. The name is "" where it is not renamed.
     """
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4 stores what it has
-        return "", {}
-    state = model.state_dict()
-    saved = revert_weight_conversion(model, dict(state))
-    by_place = {t.data_ptr(): n for n, t in saved.items()}
     found, stacks = dict[str, str](), set[str]()
-    for name, t in state.items():
+    for name, t in model.state_dict().items():
         match = re.match(rf"{re.escape(stack)}\.(?P<index>\d+)\.(?P<path>.+)\.weight$", name)
-        stored = by_place.get(t.data_ptr(), "")
-        if match is None or not stored or saved[stored].shape != t.shape:
+        stored = next(iter(by_place.get(t.data_ptr(), ())), "")
+        if match is None or not stored:
             continue
         place, separator, path = stored.partition(f".{match['index']}.")
         if separator:

@@ -67,6 +67,8 @@ class Family:
     embedding: str = ""
     # What the MLP's module computes besides the MLP, in words; no block can take its place then.
     extra: str = ""
+    # Why its layers cannot be run one after the other, in words; nothing is measured on text then.
+    unchained: str = ""
     # Whether the facts were derived from the model class (discovery.py), and stand in no table.
     discovered: bool = False
     # Whether matrices are stored as [in, out], as Conv1D does.

@@ -14,7 +14,7 @@ from surgery.families.family import OPERATED, Family
 from surgery.families.mlp import Blocks
 from surgery.families.moe import MOE
 from surgery.families.remembered import discovered
-from surgery.families.roles import OTHER_TOWERS
+from surgery.families.roles import TOWERS
 
 
 def known() -> Mapping[str, Family]:
@@ -82,7 +82,7 @@ def _layer_names(family: Family, checkpoint: Checkpoint) -> list[re.Match[str]]:
         lists.append(family.layers.rpartition(".")[2])
     for layers in map(re.escape, filter(None, lists)):
         pattern = re.compile(rf"(?P<prefix>(?:[\w.]+\.)?{layers}\.)(?P<layer>[0-9]+)\.{part}")
-        matches = (pattern.match(n) for n in checkpoint.tensors if not OTHER_TOWERS.search(n))
+        matches = (pattern.match(n) for n in checkpoint.tensors if not TOWERS.search(n))
         if found := [match for match in matches if match]:
             return found
     return []

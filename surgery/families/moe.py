@@ -100,6 +100,7 @@ MOE: dict[str, Family] = {
         ),
         Family(
             model_type="nemotron_h",
+            embedding="embeddings.weight",
             mlp="mixer",
             gate=None,
             up="mixer.up_proj",

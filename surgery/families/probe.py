@@ -15,6 +15,7 @@ Shapes: n rows, H hidden_size, F intermediate_size.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -95,9 +96,13 @@ class Proof:
 
 @dataclass(kw_only=True, slots=True)
 class Trace:
-    """The calls of every module of a model, by name, in the order in which they ended."""
+    """The first calls of every module of a model, by name, in the order in which they ended.
+
+    `times` says how often each was called.
+    """
 
     calls: dict[str, Call] = field(default_factory=dict)
+    times: Counter[str] = field(default_factory=Counter)
 
 
 def trace(model: nn.Module, run: Callable[[], Any]) -> Trace:
@@ -111,8 +116,9 @@ def trace(model: nn.Module, run: Callable[[], Any]) -> Trace:
             given.append((_copied(args), _copied(kwargs)))
 
         def after(m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) and output else output
+            first = output[0] if isinstance(output, tuple | list) and output else output
             inputs, keywords = given.pop()
+            found.times[name] += 1
             if isinstance(first, Tensor) and name not in found.calls:
                 found.calls[name] = Call(inputs, keywords, first.detach().clone())
 
@@ -177,6 +183,21 @@ def prove(layer: nn.Module, name: str, found: Trace, stated: Sequence[str]) -> I
             if (act := _formula(parts, down, layer, name, found, stated)) is not None:
                 yield _proof(layer, name, parts, down, act, found)
                 break
+
+
+def holds_alone(layer: nn.Module, proof: Proof, rows: Tensor) -> bool:
+    """Return whether the formula of another layer's MLP holds for this layer, on rows [n, H].
+
+    This is for layers that text does not pass through, whose module is run by itself.
+    """
+    if not proof.home or proof.extra or proof.own:
+        return False
+    parts = _Parts(proof.gate, proof.up, proof.fused, proof.up_first)
+    home, act = layer.get_submodule(proof.home), _Act(proof.activation)
+    with torch.no_grad():
+        return all(
+            same(home(x), _compute(layer, parts, proof.down, act, x)) for x in (rows, LARGE * rows)
+        )
 
 
 def prove_experts(experts: nn.Module, name: str, found: Trace, stated: Sequence[str]) -> str | None:

@@ -35,12 +35,11 @@ IDLE_ROLES = ("embedding", "towers")
 LAYER = re.compile(
     r"^(?P<prefix>(?:[^.]+\.)*?(?:layers?|h|blocks?))\.(?P<index>[0-9]+)\.(?P<path>.+)$"
 )
+# What text never passes through: towers of other modalities with what leads from them into the
+# language model, and multi-token prediction. In the names of tensors and of modules.
 TOWERS = re.compile(
-    r"(^|[._])(vision|visual|audio|speech|multi_modal|mm_projector|image_newline|mtp)([._]|$)"
-)
-# Towers of other modalities, and parts of an encoder, in the names of tensors and modules.
-OTHER_TOWERS = re.compile(
-    r"(^|[._])(vision|visual|audio|speech|image|vit|qformer|encoder_attn|mtp|talker|code2wav)([._]|$)",
+    r"(^|[._])(vision|visual|vit|sam|image|video|audio|speech|vqmodel|qformer|perceiver|resampler"
+    r"|multi_modal|mm_projector|projector|connector|aligner|mtp|talker|code2wav)([._]|$)",
     re.IGNORECASE,
 )
 EXPERT = re.compile(r"experts\.([0-9]+)\.")
@@ -68,6 +67,7 @@ IN_LAYER: tuple[tuple[str, str], ...] = (
 OUTSIDE: tuple[tuple[str, str], ...] = (
     (_NORM, "norms"),
     (r"(^|\.)(norm\w*|ln_f)\.", "norms"),
+    (r"(^|\.)ffns?\.[0-9]+\.", "mlp"),  # a list of MLPs beside one of attentions
     (r"(^|\.)(lm_head|embed_out|output)\.", "head"),
     # Tables of which a token reads a few rows.
     (r"(^|\.)(\w*embed\w*|wte|wpe|memory_values_\d+)(\.|$)", "embedding"),

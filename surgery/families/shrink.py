@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN, WIDTH, VOCAB, HEADS, HEAD = 32, 56, 96, 4, 8
+ROTARY = 8  # the rotary part of a head of latent attention
 EXPERTS = 6
 MOST_LAYERS = 10
 
@@ -28,12 +29,14 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r"hidden_size|n_embd|d_model|dim_model|emb_dim|embedding_dim|embed_dim|lru_width", HIDDEN),
     (r"attention_hidden_size", 2 * HIDDEN),
     (r"word_embed_proj_dim|(input|output)_embedding_size|embedding_size", 16),
-    (r"backbone_hidden_size|cross_hidden_size", HIDDEN),
+    (r"(backbone|cross|out|text|encoder)_hidden_size|hidden_size_global|codebook_dim", HIDDEN),
+    (r"encoder_cross_output_size", HIDDEN),
+    (r"axial_pos_embds_dim", HIDDEN // 2),
     (r"hidden_size_per_layer_input", 12),
     (r"(num_|swa_num_|(en|de)coder_|num_(en|de)coder_)?attention_heads|n_heads?", HEADS),
     (r"num_heads", HEADS),
     (r"(swa_)?num_key_value_heads|num_kv_heads|num_query_groups|multi_query_group_num", 2),
-    (r"num_global_key_value_heads", 2),
+    (r"num_global_key_value_heads|kv_n_heads", 2),
     (r"(swa_|global_)?head_dim|attention_head_(dim|size)|dim_head|d_head|d_kv|kv_channels", HEAD),
     (r"d_rel|rel_extent", 8),
     (r"rotary_dim", 4),
@@ -47,11 +50,12 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r"zero_expert_num", 2),
     (r"kv_lora_rank|o_lora_rank|hc_lowrank|laurel_rank|adapter_rank|gated_norm_rank", 16),
     (r"q_lora_rank", 20),
-    (r"qk_rope_head_dim", 4),
-    (r"qk_nope_head_dim|v_head_dim|index_head_dim", 8),
-    (r"qk_head_dim", 12),
+    (r"qk_rope_head_dim", ROTARY),
+    (r"qk_nope_head_dim|v_head_dim|index(er)?_head_dim", 8),
+    (r"qk_head_dim", 8 + ROTARY),
     (r"index_n_heads", 4),
     (r"index_topk", 8),
+    (r"index_kpool", 4),
     (r"linear_num_(key|value)?_?heads", 4),
     (r"linear_(key|value)?_?head_dim", 8),
     (r"mamba_(n|num)_heads|n_mamba_heads", 8),
@@ -66,6 +70,10 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r"original_max_position_embeddings", 64),
     (r"num_kv_shared_layers", 2),
     (r"image_size", 28),
+    (r"codebook_size", 4),
+    (r"base_channels|latent_channels", 32),
+    (r"image_token_offset", VOCAB - 16),
+    (r"audio_token_offset", VOCAB - 12),
     (r"patch_size", 14),
     (r"(image|video|audio)_token_(id|index)", 90),
     (r"ngram_vocab_size_base", 100),
@@ -75,14 +83,19 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r"encoder_hash_byte_group_vocab", 64),
     (r"depths?", 2),
 )
+_TOWER = re.compile(r"vision|visual|audio")
 _LAYERS = re.compile(r"num_hidden_layers|n_layers?|num_layers|num_blocks")
 _TYPES = ("layer_types", "layers_block_type", "mlp_layer_types")
 _TOKEN = re.compile(
     r"(pad|bos|eos|unk|sep|cls|mask|decoder_start|forced_eos|eod|boi|eoi|boa|eoa)"
     r"(_token)?_(id|index)"
 )
-# Latent attention has no key-value heads of its own, and calls the rotary part of a head its size.
-_LATENT = {"num_key_value_heads": HEADS, "head_dim": 4}
+# Sizes that may be lists: of layers, of axes, of towers.
+_BY_LAYER = re.compile(r"intermediate_size|moe_intermediate_size|axial_pos_embds_dim|image_size")
+# Layers of a wrapper's tower whose outputs it reads.
+_READ = re.compile(r"\w*(feature_layers?|deepstack_visual_indexes|deepstack_layers)")
+# Sizes that a class may want to be 1.
+_AT_MOST = re.compile(r"num_experts_per_tok(en)?|moe_k|moe_topk|moe_top_k|top_k_experts|\w*kv\w*")
 _COMPILED = tuple((re.compile(pattern), value) for pattern, value in _SIZES)
 
 
@@ -97,20 +110,42 @@ def shrink(config: Mapping[str, Any], layers: int = MOST_LAYERS) -> dict[str, An
     kept = _kept(types, min(layers, max(counts, default=layers)))
     for name, value in config.items():
         if name == "per_layer_config" and isinstance(value, Mapping):
-            out[name] = {i: v for i, v in value.items() if int(i) < kept}
+            out[name] = {i: shrink(v, layers) for i, v in value.items() if int(i) < kept}
         elif isinstance(value, Mapping) and "rope" in name:
             out[name] = _rotary(value)
         elif name == "text_config" and isinstance(value, Mapping) and "vision_config" in config:
             out[name] = _three_axes(shrink(value, layers))
         elif isinstance(value, Mapping) and name.endswith(("config", "_cfg")):
-            out[name] = shrink(value, layers)
+            out[name] = shrink(value, 2 if _TOWER.match(name) else layers)
+        elif _READ.fullmatch(name) and value is not None:
+            out[name] = _read(value)
         elif _LAYERS.fullmatch(name) and isinstance(value, int):
             out[name] = min(value, kept)
         elif isinstance(value, list | tuple) and len(value) in counts and len(value) > kept:
             out[name] = [_item(name, v) for v in list(value)[:kept]]
         else:
             out[name] = _item(name, value)
-    return out | (_LATENT if config.get("qk_rope_head_dim") else {})
+    if config.get("state_size") and config.get("expand") and config.get("num_heads"):
+        out["num_heads"] = int(config["expand"]) * HIDDEN // HEAD
+    for start in ("num_", "swa_num_"):
+        heads, shared = f"{start}attention_heads", f"{start}key_value_heads"
+        if config.get(heads) and config.get(heads) == config.get(shared):
+            out[shared] = out[heads]
+    return out | (_latent(config) if config.get("qk_rope_head_dim") else {})
+
+
+def _latent(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of latent attention, which has no key-value heads of its own.
+
+    It calls the rotary part of a head its size, or states which fraction of a head that is.
+    """
+    size, rotary = config.get("head_dim"), config["qk_rope_head_dim"]
+    many = size // rotary if isinstance(size, int) else 1
+    if config.get("qk_nope_head_dim") and many > 1:
+        many = 2
+    heads = 1 if config.get("num_key_value_heads") == 1 else HEADS
+    out = {"num_key_value_heads": heads, "head_dim": max(1, many) * ROTARY}
+    return out | ({"swa_head_dim": 2 * ROTARY} if config.get("swa_head_dim") else {})
 
 
 def _rotary(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +156,7 @@ def _rotary(value: Mapping[str, Any]) -> dict[str, Any]:
             out[name] = _rotary(item)
         elif name == "mrope_section" and isinstance(item, list | tuple):
             pairs = int(HEAD * float(value.get("partial_rotary_factor") or 1)) // 2
-            out[name] = [pairs - 2, 1, 1] if len(item) == 3 else list(item)
+            out[name] = [1, 1, pairs - 2] if len(item) == 3 else list(item)
         elif name in ("short_factor", "long_factor") and isinstance(item, list | tuple):
             pairs = int(HEAD * float(value.get("partial_rotary_factor") or 1)) // 2
             out[name] = list(item)[:pairs]
@@ -137,7 +172,14 @@ def _three_axes(text: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
         return text
     half = int(HEAD * float(rope.get("partial_rotary_factor") or 1)) // 2
-    return text | {"rope_parameters": {"mrope_section": [half - 2, 1, 1], **rope}}
+    return text | {"rope_parameters": {"mrope_section": [1, 1, half - 2], **rope} if rope else {}}
+
+
+def _read(layers: Any) -> Any:
+    """Return layers that a small tower has; those counted from its end stay."""
+    if isinstance(layers, list | tuple):
+        return [i if v >= 0 else v for i, v in enumerate(layers[:2])]
+    return min(layers, 1) if isinstance(layers, int) else layers
 
 
 def _kept(types: Any, most: int) -> int:
@@ -157,11 +199,14 @@ def _kept(types: Any, most: int) -> int:
 
 
 def _item(name: str, value: Any) -> Any:
+    if isinstance(value, list | tuple) and _BY_LAYER.fullmatch(name):
+        return [_item(name, v) for v in value]
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     if _TOKEN.fullmatch(name):
         return value if value < VOCAB - 8 else value % (VOCAB - 16) + 1
     for pattern, size in _COMPILED:
         if pattern.fullmatch(name):
-            return size if value else value  # a size of 0 leaves something out
+            # A size of 0 leaves something out.
+            return min(size, value) if not value or _AT_MOST.fullmatch(name) else size
     return value

@@ -58,11 +58,11 @@ class Sums:
             energy=self.energy + sign * other.energy,
         )
 
-    def left(self, step: Tensor, part: float) -> float:
-        """Return the error that a part of a step [H, F] leaves, relative to that before."""
-        gained = 2 * part * (step * self.cross).sum(dtype=torch.float64)
-        added = part**2 * ((step @ self.gram) * step).sum(dtype=torch.float64)
-        return 1 - float(gained - added) / max(self.energy, 1e-300)
+    def left(self, step: Tensor, parts: Sequence[float]) -> list[float]:
+        """Return the error that each part of a step [H, F] leaves, relative to that before."""
+        gained = 2 * float((step * self.cross).sum(dtype=torch.float64))
+        added = float(((step @ self.gram) * step).sum(dtype=torch.float64))
+        return [1 - (s * gained - s**2 * added) / max(self.energy, 1e-300) for s in parts]
 
 
 def validated(
@@ -77,8 +77,9 @@ def validated(
         return ridge(neurons, rows, bias=bias, rank=rank), None
     fitted = beginning(neurons, rows, bias=bias, rank=rank)
     sizes = groups(fitted, block, bias)
-    folds = [_sums(fitted, rows.at(places), block, bias) for places in rows.folds]
-    total = _sums(fitted, rows.firsts(), block, bias)
+    with rows.own_precision():
+        folds = [_sums(fitted, rows.at(places), block, bias) for places in rows.folds]
+        total = _sums(fitted, rows.firsts(), block, bias)
     for fold in folds:
         total = total.plus(fold)
     choice = choose(total, folds, sizes)
@@ -94,10 +95,12 @@ def choose(total: Sums, folds: Sequence[Sums], sizes: Sequence[int]) -> Choice:
     best = Choice(damping=DAMPINGS[-1], part=0.0, error=1.0)
     for damping in DAMPINGS:
         steps = [stepped(total.plus(fold, -1), damping, sizes) for fold in folds]
-        for part in PARTS:
-            left = [f.left(s, part) for f, s in zip(folds, steps, strict=True) if s is not None]
-            error = sum(left) / max(1, len(left))
-            if len(left) == len(folds) and max(left) <= 1 and error < best.error:
+        if any(step is None for step in steps):
+            continue
+        left = [f.left(s, PARTS) for f, s in zip(folds, steps, strict=True) if s is not None]
+        for part, errors in zip(PARTS, zip(*left, strict=True), strict=True):
+            error = sum(errors) / len(errors)
+            if max(errors) <= 1 and error < best.error:
                 best = Choice(damping=damping, part=part, error=error)
     return best
 

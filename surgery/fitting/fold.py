@@ -49,7 +49,8 @@ def constant_direction(rows: Rows) -> Tensor:
     for part, weight in parts:
         for z in part.split(rows_at_once(hidden)):
             x = z.float()
-            moment += weight * (x.T @ x).double().cpu()
+            with rows.own_precision():
+                moment += weight * (x.T @ x).double().cpu()
             mean += weight * x.sum(0).double().cpu()
     moment.diagonal().add_(DAMPING * moment.diagonal().mean().clamp_min(1e-300))
     return torch.linalg.solve(moment, mean).float().to(rows.z.device)

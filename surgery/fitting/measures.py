@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from surgery.fitting.neurons import N, Neurons
-from surgery.fitting.rows import Rows
+from surgery.fitting.rows import CHUNK, Rows
+
+COUNTED = 8192  # rows that zeros are counted on
 
 
 def error(neurons: Neurons, rows: Rows, start: int = 0, stop: int | None = None) -> float:
     """Return ‖Y − Ŷ‖² / ‖Y‖² over rows [start, stop), weighted."""
     missed = total = 0.0
-    for z, y, weight in rows.parts(start, stop):
-        w = 1.0 if weight is None else weight[:, None]
-        missed += (w * (y - neurons(z)).square()).sum(dtype=torch.float64).item()
-        total += (w * y.square()).sum(dtype=torch.float64).item()
+    with rows.own_precision():
+        for z, y, weight in rows.parts(start, stop):
+            w = 1.0 if weight is None else weight[:, None]
+            missed += (w * (y - neurons(z)).square()).sum(dtype=torch.float64).item()
+            total += (w * y.square()).sum(dtype=torch.float64).item()
     return missed / max(total, 1e-300)
 
 
-def missed_by_domain(neurons: Neurons, rows: Rows) -> Tensor:
-    """Return what the neurons miss of the held-out rows of each domain, weighted and squared."""
+def missed_by_domain(several: Sequence[Neurons], rows: Rows) -> Tensor:
+    """Return what each of several MLPs misses of the held-out rows of each domain.
+
+    It is [domains, 1 + MLPs], weighted and squared, with the size of the targets first.
+    """
     domain = torch.zeros(len(rows.z), dtype=torch.long) if rows.domain is None else rows.domain
-    found = torch.zeros(int(domain.max()) + 1, dtype=torch.float64)
+    found = torch.zeros(int(domain.max()) + 1, 1 + len(several), dtype=torch.float64)
     start = rows.fitted
-    for z, y, weight in rows.parts(start):
-        missed = (y - neurons(z)).square().sum(1) * (1 if weight is None else weight)
-        found.index_add_(0, domain[start : start + len(z)].cpu(), missed.double().cpu())
-        start += len(z)
+    with rows.own_precision():
+        for z, y, weight in rows.parts(start):
+            missed = torch.stack([y, *(y - neurons(z) for neurons in several)]).square().sum(2).T
+            missed = missed if weight is None else missed * weight[:, None]
+            found.index_add_(0, domain[start : start + len(z)].cpu(), missed.double().cpu())
+            start += len(z)
     return found
 
 
@@ -39,9 +48,10 @@ def better(before: N, after: N, rows: Rows) -> tuple[N, dict[str, float]]:
     So a fit that is worse on new rows of any domain is dropped. "error" is the error of `before`,
     "repaired" that of what is returned.
     """
-    missed = [missed_by_domain(n, rows) for n in (before, after)]
-    errors = [error(n, rows, rows.fitted) for n in (before, after)]
-    helps = bool((missed[1] <= missed[0]).all())
+    found = missed_by_domain([before, after], rows)
+    helps = bool((found[:, 2] <= found[:, 1]).all())
+    total, *missed = found.sum(0).tolist()
+    errors = [part / max(total, 1e-300) for part in missed]
     return after if helps else before, {"error": errors[0], "repaired": errors[int(helps)]}
 
 
@@ -50,13 +60,16 @@ def sparsity(
 ) -> float:
     """Return the fraction of exact zeros among the products of rows [0, stop).
 
-    Only the first `width` neurons are counted, where it is given.
+    It is counted on about COUNTED of them. Only the first `width` neurons are counted, where it is
+    given.
     """
     zeros = total = 0
-    for z, _, _ in rows.parts(0, stop):
-        h = neurons.product(z)[:, :width]
-        zeros += h.numel() - int(h.count_nonzero())
-        total += h.numel()
+    counted = rows.z[:stop]
+    with rows.own_precision():
+        for z in counted[:: max(1, len(counted) // COUNTED)].split(CHUNK):
+            h = neurons.product(z.float())[:, :width]
+            zeros += h.numel() - int(h.count_nonzero())
+            total += h.numel()
     return zeros / total
 
 

@@ -73,9 +73,10 @@ def _refit(neurons: Neurons, rows: Rows, block: slice, damping: float, bias: boo
     def sums(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         gram = neurons.down.new_zeros(sum(sizes), sum(sizes), dtype=dtype)
         cross = neurons.down.new_zeros(len(neurons.down), sum(sizes), dtype=dtype)
-        for z, y, weight in rows.fitting():
-            x, missed = features(neurons, z, y, block, bias)
-            add(gram, cross, x.to(dtype), missed.to(dtype), weight)
+        with rows.own_precision():
+            for z, y, weight in rows.fitting():
+                x, missed = features(neurons, z, y, block, bias)
+                add(gram, cross, x.to(dtype), missed.to(dtype), weight)
         return gram, cross
 
     move(neurons, solve(sums, damping, sizes), block, bias)
@@ -95,7 +96,8 @@ def features(
     columns = [h[:, block]]
     columns += [h.new_ones(len(h), 1)] if bias else []
     columns += [] if neurons.bypass_out is None else [neurons.bypassed(z)]
-    return torch.cat(columns, dim=1), y - neurons.output(h, z)
+    x = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+    return x, y - neurons.output(h, z)
 
 
 def move(neurons: Neurons, step: Tensor, block: slice, bias: bool) -> None:
@@ -111,9 +113,11 @@ def move(neurons: Neurons, step: Tensor, block: slice, bias: bool) -> None:
 
 def add(gram: Tensor, cross: Tensor, x: Tensor, missed: Tensor, weight: Tensor | None) -> None:
     """Add rows of features x [n, F] and of what is missed [n, H] to the sums, in place."""
-    weighted = x if weight is None else x * weight[:, None]
-    gram.addmm_(weighted.T, x)
-    cross.addmm_(missed.T, weighted)
+    if weight is not None:  # half of it on each side, so that the sums stay positive definite
+        root = weight.sqrt()[:, None]
+        x, missed = x * root, missed * root
+    gram.addmm_(x.T, x)
+    cross.addmm_(missed.T, x)
 
 
 def leading(neurons: Neurons, rows: Rows, rank: int, damping: float = DAMPING) -> Tensor:
@@ -129,10 +133,11 @@ def leading(neurons: Neurons, rows: Rows, rank: int, damping: float = DAMPING) -
     def sums(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         gram = neurons.down.new_zeros(sum(sizes), sum(sizes), dtype=dtype)
         cross = neurons.down.new_zeros(hidden, sum(sizes), dtype=dtype)
-        for z, y, weight in some.fitting():
-            h = neurons.product(z)
-            x = torch.cat([h[:, chosen], h.new_ones(len(h), 1), z], dim=1)
-            add(gram, cross, x.to(dtype), (y - neurons.output(h, z)).to(dtype), weight)
+        with rows.own_precision():
+            for z, y, weight in some.fitting():
+                h = neurons.product(z)
+                x = torch.cat([h[:, chosen], h.new_ones(len(h), 1), z], dim=1)
+                add(gram, cross, x.to(dtype), (y - neurons.output(h, z)).to(dtype), weight)
         return gram, cross
 
     factor, cross = factored(sums, damping, sizes)

@@ -102,21 +102,32 @@ def open_hub(repo: str, revision: str | None, stream: bool = False) -> Store:
             files[s.rfilename] = HubFile(
                 s.rfilename, s.size or 0, f"{repo}@{commit}", repo, commit, _blob(s), staged
             )
-        if "config.json" in files:
+        if config := next((n for n in _CONFIGS if n in files), None):
             # By the branch's name, so that the cache still knows the branch when offline.
-            hf_hub_download(repo, "config.json", revision=revision)
+            hf_hub_download(repo, config, revision=revision)
     return Store(repo, commit, _cache_folder(), files)
 
 
 def _open_cached(repo: str, revision: str | None) -> Store:
-    from huggingface_hub import hf_hub_download
-
-    with hub_errors(repo, revision):
-        # Not snapshot_download, which also wants the formats that are never downloaded.
-        config = hf_hub_download(repo, "config.json", revision=revision, local_files_only=True)
-    path = Path(config).parent
+    path = Path(_cached_config(repo, revision)).parent
     store = open_folder(path, location=repo, revision=path.name)
     return Store(repo, path.name, _cache_folder(), store.files, path)
+
+
+# The file that every checkpoint has, by its form.
+_CONFIGS = ("config.json", "params.json")
+
+
+def _cached_config(repo: str, revision: str | None) -> str:
+    """Return where the cache has the config of a repository."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    found = (try_to_load_from_cache(repo, name, revision=revision) for name in _CONFIGS)
+    if cached := next((f for f in found if isinstance(f, str)), None):
+        return cached
+    with hub_errors(repo, revision):
+        # Not snapshot_download, which also wants the formats that are never downloaded.
+        return str(hf_hub_download(repo, _CONFIGS[0], revision=revision, local_files_only=True))
 
 
 def _blob(sibling: Any) -> str:

@@ -163,7 +163,6 @@ _ADAPTER = (
     "load {found} and the adapter with peft, call merge_and_unload() and save_pretrained(), and "
     "give that folder"
 )
-_HF = "give the Hugging Face version of the model"
 DISGUISED = (
     Kind(
         what="a quantised MLX model ({found})",
@@ -211,8 +210,9 @@ KINDS = (
         seen=_any("optimizer*.pt", "optimizer*.bin", "trainer_state.json", "scheduler.pt"),
     ),
     Kind(
-        what="the model in the original form of Meta or Mistral ({found})",
-        hint=f"{_HF}, or convert it with the script convert_*_weights_to_hf.py of transformers",
+        what="a part of a model in the original form of Meta or Mistral ({found})",
+        hint="give a folder with all of it (consolidated.*.pth or consolidated*.safetensors, "
+        "params.json and the tokenizer), or the Hugging Face version of the model",
         seen=_any("consolidated*.safetensors", "consolidated*.pth", "params.json", "*.pth"),
     ),
     Kind(

@@ -34,7 +34,7 @@ def open_store(location: str, revision: str | None = None, stream: bool = False)
     if "::" in location:
         raise chained(location)
     repo, _, tail = location.partition("@")
-    weights = path.suffix in (".safetensors", ".bin", ".gguf")
+    weights = path.suffix in (".safetensors", ".bin", ".pth", ".gguf")
     if location.startswith((".", "/", "~")) or repo.count("/") > 1 or weights:
         raise SurgeryError(
             f"no file or folder {location}",

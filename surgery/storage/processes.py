@@ -221,6 +221,8 @@ def together() -> Iterator[Group]:
     group = _join()
     try:
         yield group
+        # The store ends with rank 0, which waits here until the others have read all it told them.
+        group.gather(None)
     except Exception as e:
         if group.fail(e):
             raise ReportedElsewhere from e

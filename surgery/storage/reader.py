@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -11,13 +12,14 @@ from surgery.checkpoint.checkpoint import Checkpoint, Source
 from surgery.checkpoint.config import check
 from surgery.checkpoint.header import read_header
 from surgery.checkpoint.parsing import read_json as parse_json
-from surgery.checkpoint.tensors import LazyTensor
+from surgery.checkpoint.tensors import LazyTensor, SourceFile
 from surgery.errors import SurgeryError
 from surgery.files import JSON_LIMIT, SIDE_LIMIT, content, require_size
 from surgery.storage.kinds import refuse, require_fetched, require_no_disguise
 from surgery.storage.local import LocalFile
 from surgery.storage.location import open_store
-from surgery.storage.pickled import read_legacy
+from surgery.storage.originals import is_original, is_part_of_original, open_original
+from surgery.storage.pickled import read_pickled
 from surgery.storage.prefixes import require_plain_names, stripped
 from surgery.storage.store import File, Store
 
@@ -72,9 +74,8 @@ def open_checkpoint(
     require_fetched(f for n, f in store.files.items() if _is_read(n))
     require_no_disguise(store)
     notes = list[str]()
-    config = read_config(store, notes)
-    tensors, shards = _read_tensors(store)
-    notes += _ignored(store, {file.name for file in shards.values()})
+    found = _opened(store, notes)
+    tensors, shards = found.tensors, found.shards
     if strip_prefix:
         notes.append(f"{strip_prefix} was stripped from the names of the source's tensors")
         # A shard whose names change cannot be copied as a whole.
@@ -83,9 +84,9 @@ def open_checkpoint(
     _require_gathered(tensors)
     folder = None if store.folder is None else str(store.folder.resolve())
     return Checkpoint(
-        config=config,
+        config=found.config,
         tensors=tensors,
-        files=tuple(_whole(f, store) for name, f in store.files.items() if _is_side_file(name)),
+        files=found.files,
         source=Source(
             location=store.location,
             revision=store.revision,
@@ -93,10 +94,72 @@ def open_checkpoint(
             strip_prefix=strip_prefix,
         ),
         shards=shards,
-        custom_code=bool(config.get("auto_map")),
+        custom_code=bool(found.config.get("auto_map")),
         card=_whole(store.files["README.md"], store) if "README.md" in store.files else None,
         notes=tuple(notes),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Opened:
+    """What a source holds: the config, the tensors, their shards and the side files."""
+
+    config: dict[str, Any]
+    tensors: dict[str, LazyTensor]
+    shards: dict[str, File]
+    files: tuple[SourceFile, ...]
+
+
+def _opened(store: Store, notes: list[str]) -> _Opened:
+    """Return what a source holds, in whichever form; what the user should know goes into `notes`.
+
+    Where a source has both forms, the original one is left alone.
+    """
+    if is_original(store, bool(_models(store))):
+        return _opened_original(store, notes)
+    config = read_config(store, notes)
+    tensors, shards = _read_tensors(store)
+    notes += _ignored(store, {file.name for file in shards.values()})
+    if original := sorted(filter(is_part_of_original, store.files)):
+        notes.append(f"the source holds its original form as well, which is ignored: {original[0]}")
+    return _Opened(config=config, tensors=tensors, shards=shards, files=_side_files(store))
+
+
+def _opened_original(store: Store, notes: list[str]) -> _Opened:
+    """Return what a source in the form of its maker holds."""
+    # What is made of these files gets into the output, so they must be the checkpoint's own.
+    own = {n: _whole(f, store) for n, f in store.files.items() if _is_small(n)}
+    original = open_original(replace(store, files=store.files | own), _read_file)
+    notes += original.notes
+    kept = (f for f in _side_files(store) if f.name not in original.left)
+    return _Opened(
+        config=check(original.config, f"params.json of {store.location}"),
+        tensors=original.tensors,
+        shards={},
+        files=(*kept, *original.files),
+    )
+
+
+def _is_small(name: str) -> bool:
+    return name == "params.json" or _is_side_file(name)
+
+
+def _side_files(store: Store) -> tuple[File, ...]:
+    return tuple(_whole(f, store) for name, f in store.files.items() if _is_side_file(name))
+
+
+def _read_file(file: File) -> dict[str, LazyTensor]:
+    """Return the tensors of a file of weights by name."""
+    if isinstance(file, LocalFile):
+        file.path()  # Weights may be links to anywhere, but to a file.
+    safe = file.name.endswith(".safetensors")
+    return read_header(file, file.read) if safe else read_pickled(file)
+
+
+def _models(store: Store) -> list[str]:
+    """Return the names of the files that are weights of a Hugging Face checkpoint."""
+    weights = (n for n in store.files if n.endswith((".safetensors", ".bin")) and "/" not in n)
+    return [n for n in weights if not n.startswith(_NOT_MODELS)]
 
 
 def _is_side_file(name: str) -> bool:
@@ -124,8 +187,9 @@ def _is_read(name: str) -> bool:
     """Return whether a file is read or copied: the config, the weights or a side file."""
     return (
         _is_side_file(name)
-        or name == "config.json"
+        or name in ("config.json", "params.json")
         or fnmatch(name, "*.index.json")
+        or ("/" not in name and is_part_of_original(name))
         or ("/" not in name and name.endswith((".safetensors", ".bin")))
     )
 
@@ -173,9 +237,7 @@ def _read_tensors(store: Store) -> tuple[dict[str, LazyTensor], dict[str, File]]
         tensors: dict[str, LazyTensor] = {}
         shards: dict[str, File] = {}
         for file, expected in files:
-            if isinstance(file, LocalFile):
-                file.path()  # Weights may be links to anywhere, but to a file.
-            found = read_header(file, file.read) if safe else read_legacy(file)
+            found = _read_file(file)
             _merge(tensors, found, file, expected)
             shards |= dict.fromkeys(found, file) if safe else {}
         return tensors, shards
@@ -220,8 +282,7 @@ def _weight_files(
     if index in store.files:
         return _indexed(store, index)
     suffix = ".safetensors" if safe else ".bin"
-    weights = [n for n in store.files if n.endswith(suffix) and "/" not in n]
-    others = [n for n in weights if not n.startswith(_NOT_MODELS)]
+    others = [n for n in _models(store) if n.endswith(suffix)]
     if len(others) > 1:
         raise SurgeryError(
             f"{len(others)} {suffix} files in {store.location} and no {index}",
@@ -292,8 +353,7 @@ def _ignored(store: Store, read: set[str]) -> list[str]:
     """
     if not read:
         return []
-    shards = [n for n in store.files if "/" not in n and n.endswith(".safetensors")]
-    others = [n for n in shards if n not in read and not n.startswith(_NOT_MODELS)]
+    others = [n for n in _models(store) if n.endswith(".safetensors") and n not in read]
     if "model.safetensors" in read and INDEX in store.files:
         others.insert(0, INDEX)
     if not others:

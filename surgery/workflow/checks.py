@@ -31,7 +31,7 @@ def check_request(source: Checkpoint, request: Request) -> None:
     """
     require_trust(source, request.trust_remote_code)
     check_place(request.out, source)
-    _require_writable(request.out)
+    require_writable(request.out)
 
 
 def check_run(source: Checkpoint, output: Checkpoint, plan: Plan, request: Request) -> bool:
@@ -61,7 +61,7 @@ def check_run(source: Checkpoint, output: Checkpoint, plan: Plan, request: Reque
     return False
 
 
-def _require_writable(out: Path) -> None:
+def require_writable(out: Path) -> None:
     """Raise SurgeryError where this user may not make the folder, or write into it."""
     existing = next(p for p in (out, *out.resolve().parents) if p.exists())
     if not os.access(existing, os.W_OK | os.X_OK):

@@ -14,7 +14,8 @@ def test_counts(call: Call) -> None:
     for operation in OPERATIONS:
         for kind in KINDS:
             assert str(measured().count(kind, operation)) in out
-    assert "commonest reason" in out
+            assert str(measured().count(kind, operation, "dense")) in out
+    assert "commonest reason" in out and "refuse mixtures by design" in out
 
 
 def test_one_type(call: Call) -> None:
@@ -22,6 +23,18 @@ def test_one_type(call: Call) -> None:
     assert "starcoder2 (text)" in out and "stock" in out
     out = call("families", "mamba").out
     assert "no MLP of mamba is proved" in " ".join(out.split())
+
+
+def test_types_are_sorted_by_what_they_have() -> None:
+    """Operations on dense MLPs are counted of the types that have some."""
+    found = measured()
+    assert found.sort("causal", "llama") == "dense"
+    assert found.sort("causal", "mixtral") == found.sort("causal", "qwen3_next") == "mixture"
+    assert found.sort("causal", "mamba") == "none"
+    for kind in KINDS:
+        assert sum(found.sorts(kind).values()) == len(found.rows[kind])
+        for operation in OPERATIONS:
+            assert found.count(kind, operation, "dense") <= found.sorts(kind)["dense"]
 
 
 def test_an_unknown_type_is_told_its_neighbours(call: Call) -> None:

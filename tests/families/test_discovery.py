@@ -168,6 +168,38 @@ def test_a_large_config_costs_seconds() -> None:
     assert small["num_hidden_layers"] <= 10 and small["hidden_act"] == "silu"
 
 
+@pytest.mark.parametrize(
+    ("stated", "kept"),
+    [
+        # A class may want its sizes to agree, or to be 1.
+        ({"num_attention_heads": 64, "num_key_value_heads": 64}, {"num_key_value_heads": 4}),
+        ({"num_attention_heads": 64, "num_key_value_heads": 8}, {"num_key_value_heads": 2}),
+        ({"num_experts_per_tok": 1}, {"num_experts_per_tok": 1}),
+        ({"qk_rope_head_dim": 64, "head_dim": 512}, {"qk_rope_head_dim": 8, "head_dim": 64}),
+        ({"intermediate_size": [64, 128]}, {"intermediate_size": [56, 56]}),
+        ({"vision_feature_layer": [24, 18]}, {"vision_feature_layer": [0, 1]}),
+        ({"vision_feature_layer": -2}, {"vision_feature_layer": -2}),
+        ({"vision_config": {"num_layers": 24}}, {"vision_config": {"num_layers": 2}}),
+        (
+            {"per_layer_config": {"03": {"head_dim": 512}}},
+            {"per_layer_config": {"03": {"head_dim": 8}}},
+        ),
+    ],
+)
+def test_small_configs_keep_what_classes_check(
+    stated: dict[str, Any], kept: dict[str, Any]
+) -> None:
+    small = shrink({"num_hidden_layers": 32, **stated})
+    assert {name: small[name] for name in kept} == kept
+
+
+def test_a_model_that_stays_large_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some towers multiply sizes of which shrinking knows nothing."""
+    monkeypatch.setattr("surgery.families.discovery._MOST_PARAMETERS", 1000)
+    with pytest.raises(SurgeryError, match=r"a small olmo3 has .* parameters here"):
+        discover(transformers.CONFIG_MAPPING["olmo3"]().to_dict())
+
+
 def test_what_was_found_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     remembered._discovered.cache_clear()

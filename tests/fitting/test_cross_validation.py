@@ -54,7 +54,7 @@ def test_the_error_from_sums_is_that_of_the_rows() -> None:
     moved = dataclasses.replace(mlp, down=mlp.down + 0.5 * step)
     own = Rows(z=rows.z[places], y=rows.y[places])
     missed = [(own.y - m(own.z)).square().sum() for m in (mlp, moved)]
-    assert sums.left(step, 0.5) == pytest.approx((missed[1] / missed[0]).item(), rel=1e-3)
+    assert sums.left(step, [0.5])[0] == pytest.approx((missed[1] / missed[0]).item(), rel=1e-3)
 
 
 def test_what_all_domains_share_is_fitted_in_full() -> None:

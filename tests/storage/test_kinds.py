@@ -69,12 +69,12 @@ FOLDERS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         ("Megatron checkpoint",),
     ),
     "Mistral's form": (
-        {"consolidated.safetensors": "", "params.json": "{}", "tekken.json": "{}"},
-        ("original form of Meta or Mistral (consolidated.safetensors)", "Hugging Face version"),
+        {"consolidated.safetensors": "", "tekken.json": "{}"},
+        ("a part of a model in the original form", "(consolidated.safetensors)", "params.json"),
     ),
     "Meta's form": (
-        {"consolidated.00.pth": "", "params.json": "{}", "tokenizer.model": ""},
-        ("original form of Meta or Mistral (consolidated.00.pth)", "weights_to_hf"),
+        {"params.json": "{}", "tokenizer.model": ""},
+        ("a part of a model in the original form", "(params.json)", "Hugging Face version"),
     ),
     "Meta's form with a config": (
         {"config.json": CONFIG, "consolidated.00.pth": ""},

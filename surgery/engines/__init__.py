@@ -1,0 +1,1 @@
+"""Files that other engines read: GGUF for llama.cpp."""
