@@ -17,6 +17,7 @@ from typing import Any
 
 from surgery import files
 from surgery.checkpoint.parsing import read_json
+from surgery.checkpoint.schema import of_dataclass, violations
 from surgery.errors import SurgeryError
 from surgery.families.family import Family
 from surgery.storage.staging import cache_home
@@ -69,10 +70,12 @@ def _read(path: Path) -> Family | None:
     """Return what a file of the cache holds, None where that is not what `_write` wrote."""
     try:
         fields = read_json(files.content(path, files.JSON_LIMIT), str(path), "")
-        lists = {n: tuple(fields[n]) for n in _TUPLES}
-        return Family(**fields | lists) if set(fields) == _FIELDS else None
-    except (OSError, SurgeryError, KeyError, TypeError):
+    except (OSError, SurgeryError):
         return None
+    shaped = isinstance(fields, dict) and set(fields) == _FIELDS
+    if not shaped or next(violations(fields, of_dataclass(Family)), None):
+        return None
+    return Family(**fields | {n: tuple(fields[n]) for n in _TUPLES})
 
 
 def _write(path: Path, family: Family) -> None:

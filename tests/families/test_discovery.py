@@ -7,6 +7,7 @@ config that changes nothing, a cache that is damaged or of another transformers.
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,11 @@ def test_what_was_found_is_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
     remembered._discovered.cache_clear()
     monkeypatch.setattr("surgery.families.discovery.discover", lambda config: None)
     assert find(config) == found and find(config | {"transformers_version": "4"}) == found
-    for damaged in (b"", b"{", b"[]", b'{"family": 3}', file.read_bytes().replace(b"gate", b"gat")):
+    whole = file.read_bytes()
+    wrong = {"gate": 5, "loose": "up", "on_disk": {"up": 1}, "transposed": "no", "layers": None}
+    typed = (json.dumps(json.loads(whole) | {key: value}).encode() for key, value in wrong.items())
+    broken = (b"", b"{", b"[]", b'{"family": 3}', whole.replace(b"gate", b"gat"))
+    for damaged in (*broken, *typed):
         file.write_bytes(damaged)
         remembered._discovered.cache_clear()
         monkeypatch.setattr(
