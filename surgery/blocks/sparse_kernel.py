@@ -455,14 +455,19 @@ def compiled() -> ctypes.CDLL | None:
 
 def _compilers() -> list[list[str]]:
     """Return the commands of the C compilers that are there, the user's own choice first."""
-    named = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
+    named = [["cc"], ["gcc"], ["clang"]]
+    with contextlib.suppress(ValueError):  # a quote that is left open
+        named.insert(0, shlex.split(os.environ.get("CC", "")))
     return [command for command in named if command and shutil.which(command[0])]
 
 
 def _folders() -> Iterator[Path]:
     """Yield folders of this user alone that can be written to."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    for folder in (cache / "surgery", Path(tempfile.gettempdir()) / f"surgery-{os.getuid()}"):
+    folders = [Path(tempfile.gettempdir()) / f"surgery-{os.getuid()}"]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        folders.insert(0, cache / "surgery")
+    for folder in folders:
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if _is_private(folder, stat.S_IFDIR, 0o077):

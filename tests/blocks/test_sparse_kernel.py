@@ -341,3 +341,16 @@ def test_it_has_no_openmp_of_its_own() -> None:
         pytest.skip("needs /proc")
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert int(done.stdout) <= 1
+
+
+def test_an_environment_that_means_nothing_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quote left open in CC, and a home that is not known: the others are tried."""
+    monkeypatch.setenv("CC", "gcc '")
+    found = sparse_kernel._compilers()
+    monkeypatch.delenv("CC")
+    assert found == sparse_kernel._compilers()
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-has-this-name/cache")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    assert [f.parent for f in sparse_kernel._folders()] == [tmp_path]
