@@ -279,7 +279,8 @@ def test_logits_that_are_not_finite_fail(tmp_path: Path) -> None:
     output = changed(source, **{DOWN: constant(math.nan, (32, 48), "F32")})
     for exact in (True, False):
         v = verify(source, output, exact=exact, tokens=256)
-        assert row(v, "output logits not finite").value > 0 and not v.passed
+        found = row(v, "output logits not finite")
+        assert found.value > 0 and found.limit == 0 and not found.passed and not v.passed
         assert "nonfinite_logits.source" not in {r.key for r in v.rows}
     assert not row(verify(source, output, exact=True, tokens=256), "logits max").passed
     json.loads(json.dumps(v.as_dict(), allow_nan=False))
