@@ -105,7 +105,8 @@ def mutated(node: ast.AST) -> ast.AST | None:
         moved = not node.value if isinstance(node.value, bool) else node.value + 1
         return ast.Constant(moved)
     if isinstance(node, ast.Return) and node.value is not None:
-        return ast.Return(ast.Constant(None))
+        already = isinstance(node.value, ast.Constant) and node.value.value is None
+        return None if already else ast.Return(ast.Constant(None))
     return None
 
 
