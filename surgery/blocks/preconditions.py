@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 
 from surgery.blocks import block_config
@@ -10,6 +11,7 @@ from surgery.checkpoint.edit import EMBEDDINGS
 from surgery.checkpoint.tensors import FLOATS, LazyTensor
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks
+from surgery.files import content
 
 # Fields of a config.json that say how the weights are quantised; MLX's is the last.
 _CONFIGS = ("quantization_config", "compression_config", "quantization")
@@ -56,12 +58,29 @@ def require_plain(checkpoint: Checkpoint) -> None:
             if found := config.get(field):
                 given = found if isinstance(found, Mapping) else {"quant_method": found}
                 method = given.get("quant_method") or f"{field} of {given.get('bits', '?')} bits"
-                raise SurgeryError(f"the checkpoint is quantised (quant_method {method!r})", _PLAIN)
+                message = f"the checkpoint is quantised (quant_method {method!r})"
+                raise SurgeryError(message, _plain(checkpoint))
     if name := _quantised(checkpoint.tensors):
         t = checkpoint.tensors[name]
-        raise SurgeryError(
-            f"the checkpoint is quantised ({name} is {t.dtype} {list(t.shape)})", _PLAIN
-        )
+        message = f"the checkpoint is quantised ({name} is {t.dtype} {list(t.shape)})"
+        raise SurgeryError(message, _plain(checkpoint))
+
+
+# A Hub id in the metadata of a card, alone or as the first of a list.
+_BASE = re.compile(
+    r"^base_model:(?:\s*\n\s*-)?[ \t]*[\"']?([\w.-]+/[\w.-]+)[\"']?[ \t]*$", re.MULTILINE
+)
+
+
+def _plain(checkpoint: Checkpoint) -> str:
+    """Return what to give instead, with the original's name where the source's card has it."""
+    try:
+        text = content(checkpoint.card.path()).decode() if checkpoint.card else ""
+    except (OSError, SurgeryError, UnicodeDecodeError):
+        return _PLAIN
+    metadata = text[4:].partition("\n---")[0] if text.startswith("---\n") else ""
+    found = _BASE.search(metadata)
+    return f"{_PLAIN}: its card says that it was made from {found[1]}" if found else _PLAIN
 
 
 def _quantised(tensors: Mapping[str, LazyTensor]) -> str:

@@ -248,7 +248,7 @@ def _tensor(
     ):
         raise SurgeryError(
             f"{name} is {list(whole.shape)} of {len(parts)} parts, and params.json says "
-            f"{[n or 'any' for n in wanted]}",
+            f"[{', '.join(str(n or 'any') for n in wanted)}]",
             _AGAIN if len(parts) > 1 else "download the model again: its files do not belong",
         )
     return whole
@@ -257,7 +257,7 @@ def _tensor(
 def _axis(pieces: Sequence[LazyTensor], place: Place, wanted: Collection[int]) -> int | None:
     """Return the axis of a tensor's pieces: embeddings were cut by columns before Llama 3."""
     shape, hidden = pieces[0].shape, [*wanted][-1]
-    if place.name == EMBEDDING and len(shape) == 2 and shape[1] * len(pieces) == hidden:
+    if place.name == EMBEDDING and len(shape) == 2 and shape[1] != hidden:
         return 1
     return place.axis
 

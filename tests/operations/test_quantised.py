@@ -97,6 +97,26 @@ def test_it_is_known_by_its_config(config: dict[str, object], tmp_path: Path) ->
         surgery.relufy(source.replace(config={**source.config, **config}), repair="none")
 
 
+@pytest.mark.parametrize(
+    ("card", "named"),
+    [
+        ("---\nlicense: mit\nbase_model: Qwen/Qwen3-8B\n---\n# Title\n", True),
+        ("---\nbase_model:\n- Qwen/Qwen3-8B\ntags: [awq]\n---\n", True),
+        ("---\nlicense: mit\n---\n\nbase_model: Qwen/Qwen3-8B\n", False),
+        ("---\nbase_model: \x1b[31m/x\n---\n", False),
+    ],
+)
+def test_the_hint_names_the_original(card: str, named: bool, tmp_path: Path) -> None:
+    """It is the one of the card's metadata; a card's text and odd names do not count."""
+    (write_llama(tmp_path / "m", layers=2) / "README.md").write_text(card)
+    source = open_checkpoint(tmp_path / "m")
+    quantised = source.replace(config={**source.config, "quantization_config": {"bits": 4}})
+    with pytest.raises(SurgeryError, match="is quantised") as caught:
+        surgery.cast(quantised, "fp32")
+    assert caught.value.hint.endswith("made from Qwen/Qwen3-8B") == named
+    assert caught.value.hint.startswith("give the original")
+
+
 def test_plain_checkpoints_with_integers_and_scales_are_not(tmp_path: Path) -> None:
     """GPT-2 keeps its mask as bytes, position ids are integers, and some norms have a scale."""
     file = write_llama(tmp_path / "m", layers=2) / "model.safetensors"

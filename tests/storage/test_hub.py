@@ -17,6 +17,7 @@ import pytest
 from hub import FakeHub
 from hub_writes import TOKEN
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from originals import write_original
 from support import Ran, assert_two_lines, environment, files_of, surgery, write_llama
 
 from surgery.errors import SurgeryError
@@ -209,6 +210,18 @@ def test_offline_with_a_cache(hub: FakeHub, tmp_path: Path) -> None:
     assert again.code == 0 and "was there already" in again.out, again
     pinned = f"{NAME}@{hub.repositories[NAME].refs['main']}"
     assert on(hub, tmp_path, "inspect", pinned, HF_HUB_OFFLINE="1").code == 0
+    assert not hub.requests
+
+
+def test_the_original_form_on_the_hub_and_offline(hub: FakeHub, tmp_path: Path) -> None:
+    """A repository without a config.json is known by its params.json, also to the cache."""
+    hub.add("tiny/original", write_original("llama", tmp_path))
+    command = ("upcycle", "tiny/original", "--no-verify", "--out", tmp_path / "out")
+    first = on(hub, tmp_path, *command)
+    assert first.code == 0, first.err
+    hub.forget()
+    again = on(hub, tmp_path, *command, HF_HUB_OFFLINE="1")
+    assert again.code == 0 and "was there already" in again.out, again
     assert not hub.requests
 
 

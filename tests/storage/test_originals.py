@@ -255,7 +255,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "the last part is missing": (
         lambda f: (f / "consolidated.01.pth").unlink(),
-        r"is \[62, 16\] of 1 parts, and params\.json says \['any', 32\]",
+        r"is \[62, 16\] of 1 parts, and params\.json says \[any, 32\]",
     ),
     "a part of another shape": (
         edit_part(1, lambda t: t.update({"norm.weight": torch.ones(3)})),
