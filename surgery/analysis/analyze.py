@@ -39,7 +39,7 @@ from surgery.calibration.observe import Taps, leaves, tapped
 from surgery.calibration.walk import Layer, Walk, processes
 from surgery.checkpoint import Checkpoint, Progress
 from surgery.errors import UsageError
-from surgery.families import Family
+from surgery.families import Blocks, Family
 
 REPORT, TENSORS = "analysis.json", "analysis.safetensors"
 CETT = (0.1, 0.2)
@@ -81,6 +81,13 @@ class MlpStatistics:
     input_peak: Tensor  # [H]
     input_norm: float
     input_largest: float
+    always_open: int = 0  # the last neurons, which relufication added
+
+    @property
+    def zero_of_others(self) -> float:
+        """Return the fraction of exact zeros among the neurons that are not always open."""
+        others = self.nonzero[: self.width - self.always_open]
+        return 1 - int(others.sum()) / max(1, self.tokens * len(others))
 
     @property
     def rate(self) -> Tensor:
@@ -103,7 +110,8 @@ class MlpStatistics:
             "width": self.width,
             "gated": self.gated,
             "tokens": self.tokens,
-            "product": _spread(self.product),
+            "always_open": self.always_open,
+            "product": {**_spread(self.product), "zero_of_others": self.zero_of_others},
             "gate": {
                 **_spread(self.gate),
                 "positive": self.gate.positive,
@@ -326,7 +334,7 @@ class Analysis:
             return []
         kernels = ("down only", "foreseen")
         tails = [self.saving(f"CETT {c}", k, at_cett(c)) for c in CETT for k in kernels]
-        return [self.saving("exact zeros", "gate first", exact_zeros), *tails]
+        return [self.saving("exact zeros", "gate first", zeros_of_all), *tails]
 
     def saving(
         self, rule: str, kernel: str, value: Callable[[MlpStatistics | RouterStatistics], float]
@@ -404,7 +412,17 @@ def firing_rate(mlp: MlpStatistics) -> float:
 
 
 def exact_zeros(part: MlpStatistics | RouterStatistics) -> float:
-    """Return the fraction of products that are exactly 0; NaN if they were not seen."""
+    """Return the fraction of products that are exactly 0; NaN if they were not seen.
+
+    Neurons that are always open do not count.
+    """
+    if isinstance(part, MlpStatistics) and part.always_open:
+        return part.zero_of_others
+    return zeros_of_all(part)
+
+
+def zeros_of_all(part: MlpStatistics | RouterStatistics) -> float:
+    """Return the same with the neurons that are always open."""
     return part.product.zero if part.product else math.nan
 
 
@@ -415,7 +433,11 @@ def at_cett(cett: float) -> Callable[[MlpStatistics | RouterStatistics], float]:
 
 def _means(a: Analysis, parts: Sequence[MlpStatistics | RouterStatistics]) -> dict[str, float]:
     sparsities = {f"sparsity_at_cett_{c}": a.mean(at_cett(c), parts) for c in CETT}
-    return {"exact_zero": a.mean(exact_zeros, parts), **sparsities}
+    return {
+        "exact_zero": a.mean(zeros_of_all, parts),
+        "exact_zero_of_others": a.mean(exact_zeros, parts),
+        **sparsities,
+    }
 
 
 def save_tensors(tensors: Mapping[str, Tensor], folder: Path, name: str) -> None:
@@ -628,7 +650,7 @@ def _observe(
         collector.gather() if processes()[1] > 1 else collector.settle()
     if coactivation is not None and "coactivation" in seen.dense and processes()[0] == 0:
         coactivation(layer.index, seen.dense["coactivation"].state["pairs"])
-    mlp = _mlp(seen.dense, taps, family, activation) if seen.dense else None
+    mlp = _mlp(seen.dense, taps, walk.blocks, activation) if seen.dense else None
     router = _routed(seen.routed, taps, family) if seen.routed else None
     stream = seen.stream.state
     return LayerAnalysis(
@@ -639,8 +661,9 @@ def _observe(
     )
 
 
-def _mlp(found: Mapping[str, Any], taps: Taps, family: Family, activation: str) -> MlpStatistics:
+def _mlp(found: Mapping[str, Any], taps: Taps, blocks: Blocks, activation: str) -> MlpStatistics:
     """Return the figures of one dense MLP, whose weights are loaded."""
+    family = blocks.family
     activity, reuse, inputs = (found[name].state for name in ("activity", "reuse", "inputs"))
     tokens, width = int(activity["tokens"]), len(activity["active"])
     weight = taps.parts.down.weight  # type: ignore[union-attr]
@@ -676,6 +699,7 @@ def _mlp(found: Mapping[str, Any], taps: Taps, family: Family, activation: str) 
         input_peak=inputs["peak"],
         input_norm=(inputs["norms"] / tokens).item(),
         input_largest=inputs["largest"].item(),
+        always_open=blocks.always_open,
     )
 
 

@@ -45,7 +45,9 @@ class LayerBench:
 
     Args:
         index: of the decoder layer.
-        sparsity: the fraction of zeros among its products on the sample.
+        sparsity: the fraction of zeros among its products on the sample, without neurons that are
+            always open.
+        sparsity_of_all: the same with those.
         left: the fraction of the MLP's bytes that skipping still reads.
         dense: milliseconds per token, the median.
         skipping: the same with zeros skipped; equal to `dense` where there are none to skip.
@@ -62,6 +64,7 @@ class LayerBench:
     skipping: float
     error: float
     skips: bool = True
+    sparsity_of_all: float = 0.0
     dense_quartiles: Quartiles = (0.0, 0.0)
     skipping_quartiles: Quartiles = (0.0, 0.0)
 
@@ -70,6 +73,7 @@ class LayerBench:
         return {
             "layer": self.index,
             "sparsity": self.sparsity,
+            "sparsity_of_all": self.sparsity_of_all,
             "bytes_left": self.left,
             "dense_ms": self.dense,
             "skipping_ms": self.skipping,
@@ -85,8 +89,9 @@ class LayerBench:
 class Bench:
     """All layers, and what they were timed on; `threads` is None on a GPU.
 
-    `load` is the machine's load average before the timing, None where the system has none, and
-    `generation` what the whole model gains, where that was measured.
+    `always_open` is how many of the last neurons of each MLP are. `load` is the machine's load
+    average before the timing, None where the system has none, and `generation` what the whole
+    model gains, where that was measured.
     """
 
     source: str
@@ -96,6 +101,7 @@ class Bench:
     threads: int | None
     sample: Sample
     layers: tuple[LayerBench, ...]
+    always_open: int = 0
     load: float | None = None
     generation: Generation | None = None
 
@@ -123,6 +129,11 @@ class Bench:
     def sparsity(self) -> float:
         """Return the mean sparsity of the layers."""
         return statistics.fmean(layer.sparsity for layer in self.layers)
+
+    @property
+    def sparsity_of_all(self) -> float:
+        """Return the same with the neurons that are always open."""
+        return statistics.fmean(layer.sparsity_of_all for layer in self.layers)
 
     def quartiles(self, what: str) -> Quartiles:
         """Return the sums of the layers' quartiles, of "dense" or "skipping"."""
@@ -179,6 +190,8 @@ class Bench:
             "speedup": self.speedup,
             "ideal_speedup": self.ideal,
             "sparsity": self.sparsity,
+            "sparsity_of_all": self.sparsity_of_all,
+            "always_open": self.always_open,
             "verdict": self.verdict,
             "generation": self.generation and self.generation.as_dict(),
             "layers": [layer.as_dict() for layer in self.layers],
@@ -223,6 +236,7 @@ def bench(
         threads=used,
         sample=sample,
         layers=tuple(layers),
+        always_open=walk.blocks.always_open,
         load=load,
     )
 
@@ -246,7 +260,7 @@ def _time_layer(layer: Layer, walk: Walk, masks: Sequence[Tensor], clock: Clock)
     activation = str(config.get(family.activation_key) or family.activation)
     dense = getattr(layer.module, family.mlp)
     skipping = skipping_mlp(dense, family, activation)
-    seen, inputs = _Live(skipping), []
+    seen, inputs = _Live(skipping, walk.blocks.always_open), []
     hook = dense.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     with tapped(layer.module, family, config) as taps:
         layer.run(lambda b, output: seen.add(taps, masks[b]))
@@ -257,6 +271,7 @@ def _time_layer(layer: Layer, walk: Walk, masks: Sequence[Tensor], clock: Clock)
     return LayerBench(
         index=layer.index,
         sparsity=seen.sparsity,
+        sparsity_of_all=1 - seen.live / seen.products,
         left=1.0 if skipping is None else seen.left,
         dense=statistics.median(times[0]),
         skipping=statistics.median(times[-1]),
@@ -286,17 +301,21 @@ class _Live:
     first), and down where the product is not zero.
     """
 
-    def __init__(self, skipping: Any) -> None:
-        self.skipping = skipping
+    def __init__(self, skipping: Any, always_open: int = 0) -> None:
+        self.skipping, self.always_open = skipping, always_open
         self.gated = skipping is not None and bool(skipping.entry["gate"])
         self.gate_first = self.gated and not skipping.rule.cuts_product
         self.products = self.open = self.live = 0
+        self.others = self.live_others = 0  # products of neurons that are not always open
 
     def add(self, taps: Taps, mask: Tensor) -> None:
         """Count what the taps caught of a batch, on the tokens of its mask."""
         product, gate = (self._counted(taps, name, mask) for name in ("product", "gate"))
         self.products += product.numel()
         self.live += int(torch.count_nonzero(product))
+        others = product[:, : product.shape[1] - self.always_open]
+        self.others += others.numel()
+        self.live_others += int(torch.count_nonzero(others))
         opened = torch.ones_like(product)
         if self.gate_first:
             opened = self.skipping.rule.opens(self.skipping.act, gate, self.skipping.threshold)
@@ -308,8 +327,8 @@ class _Live:
 
     @property
     def sparsity(self) -> float:
-        """Return the fraction of zeros among the products."""
-        return 1 - self.live / self.products
+        """Return the fraction of zeros among the products of neurons that are not always open."""
+        return 1 - self.live_others / max(1, self.others)
 
     @property
     def left(self) -> float:

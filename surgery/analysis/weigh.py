@@ -27,7 +27,7 @@ from typing import Any
 from surgery.checkpoint import Checkpoint, natural_key
 from surgery.checkpoint.tensors import DTYPES, FLOATS
 from surgery.errors import SurgeryError
-from surgery.families import Family, find
+from surgery.families import ALWAYS_OPEN, Family, find
 from surgery.families.roles import (
     DOWN,
     EXPERT,
@@ -173,6 +173,7 @@ class Weights:
     gated: bool
     tied: bool
     dtypes: Mapping[str, int]  # bytes by stored dtype
+    always_open: int = 0  # last neurons of each MLP
     notes: tuple[str, ...] = ()
 
     @property
@@ -259,6 +260,7 @@ class Weights:
             "model_type": self.model_type,
             "hidden_size": self.hidden_size,
             "activation": self.activation,
+            "always_open": self.always_open,
             "gate": self.gate,
             "tied": self.tied,
             "parameters": self.parameters(),
@@ -311,6 +313,7 @@ def weigh(model: Checkpoint | Shapes, config: Mapping[str, Any]) -> Weights:
         gated=family.gated if family else gated,
         tied=tied,
         dtypes=_by_dtype(shapes),
+        always_open=int(text.get(ALWAYS_OPEN) or 0),
         notes=tuple(_notes(config, shapes, facts, parts, unknown)),
     )
 

@@ -150,6 +150,11 @@ def _show(found: Bench) -> None:
     screen.show("error: of the MLP's output against dense, the largest of a token")
     if found.generation:
         _show_generation(found.generation)
+    if found.always_open:
+        screen.show(
+            f"note: the last {found.always_open} neurons of each MLP are always open; with them, "
+            f"{found.sparsity_of_all:.1%} of the products are zeros"
+        )
     if not found.sample.text:
         screen.show("note: the tokens are random, and real text has another sparsity")
     for warning in found.warnings:

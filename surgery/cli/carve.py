@@ -69,9 +69,10 @@ from surgery.operations.carve import ALLOCATIONS, METHODS, ROUTERS, carve
 @click.option(
     "--bypass",
     metavar="RANK",
-    default="0",
-    help="Fit a linear map beside the MLP too, of this rank or `full`. It costs bytes, and helps "
-    "where few parts are active.",
+    default="auto",
+    show_default=True,
+    help="Fit a linear map beside the MLP too: of this rank, `full`, `none`, or `auto`, about an "
+    "eighth of the MLP's bytes. It repairs much.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of all random numbers.")
 @click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
@@ -121,7 +122,7 @@ def carve_command(
     \b
     Quality:
       fast     8,192 tokens of text: an eighth of the calibration time of default
-      default  65,536 tokens, no bypass
+      default  65,536 tokens, --bypass auto
       best     131,072 tokens, --bypass full: two to three times the time, and one more [H, H]
                matrix to read in each layer
 
@@ -163,7 +164,7 @@ def _with_preset(options: dict[str, Any]) -> dict[str, Any]:
         found.pop("bypass", None)  # no repair would fit it
     tokens = {"tokens": found.pop("tokens")} if "tokens" in found else {}
     made = options | found | {"calibration": tokens | options["calibration"]}
-    return made | {"bypass": parse_rank(made["bypass"])}
+    return made | {"bypass": parse_rank(made["bypass"], "auto", "none")}
 
 
 def _active(text: str | None) -> int | list[int] | None:

@@ -20,18 +20,20 @@ def cost(
     """Return what each sparsity costs the stream of a layer after a ridge refit.
 
     That is the weighted squared error on rows that were not fitted on. It is measured on every k-th
-    neuron, about NEURONS of them, and scaled up to all. `act` is the source's activation, `rank`
-    that of the bypass of the refit.
+    neuron, about NEURONS of them, and scaled up to all. `act` is the source's activation. With a
+    `rank` the refit has a full bypass: what the leading directions leave of it is small, and they
+    need not be found for every level.
     """
     step = max(1, len(neurons.up) // NEURONS)
     some = dataclasses.replace(neurons.pick(slice(None, None, step)), down_bias=None)
     some.down = some.down.contiguous()
     source = dataclasses.replace(some, rule="plain", act=act)
-    z = rows.z[:: max(1, len(rows.z) // COST_ROWS)].float()
+    z = rows.z[:: max(1, len(rows.z) // COST_ROWS)]
     weight = None if rows.weight is None else rows.weight[:: max(1, len(rows.z) // COST_ROWS)]
-    own = Rows(z=z, y=source(z), weight=weight)
+    own = Rows(z=z, y=source(z.float()), weight=weight)
     size = (own.y.square().mean(1) * (1 if weight is None else weight)).mean().item() * step
-    fitted = (ridge(thresholded(some, own, level), own, bias=True, rank=rank) for level in levels)
+    full = len(neurons.down) if rank else 0
+    fitted = (ridge(thresholded(some, own, level), own, bias=True, rank=full) for level in levels)
     return [size * error(n, own, own.fitted) for n in fitted]
 
 

@@ -38,18 +38,19 @@ from transformers.activations import ACT2FN
 
 from surgery.blocks.experts_mlp import Router
 from surgery.fitting import partition
+from surgery.fitting.cross_validation import validated
 from surgery.fitting.expert_split import ExpertSplit
 from surgery.fitting.measures import better, error, figures
 from surgery.fitting.neurons import Neurons
-from surgery.fitting.ridge import ridge
 from surgery.fitting.rows import CHUNK, FIRST, Rows
 from surgery.fitting.sizes import SAMPLED
 
 MARKED = 10  # products of a token that CMoE marks
 FIRING = 0.1  # the part of the neurons that fire on a token: those with most mass
 # Rows that the old weights stand for in the refit, because what an inactive expert leaves to fit is
-# small and noisy.
+# small and noisy. Left-out domains choose among these parts of it.
 DAMPED = 4000
+DAMPINGS = (0.03, 0.1, 0.3, 1.0, 3.0)
 STEPS, BATCH, RATE = 300, 512, 1e-2  # of a router's training
 
 
@@ -112,11 +113,18 @@ def fit(
         carved.router = _router(carved, rows, marks, entry)
     if rows is None:
         return carved, {}
-    fitted = carved
-    if split.repair == "ridge":
-        fitted = ridge(carved, rows, damping=DAMPED / rows.fitted, rank=split.bypass)
+    fitted, chosen = _refitted(carved, rows) if split.repair == "ridge" else (carved, {})
     kept, errors = better(carved, fitted, rows)
-    return kept, figures(**errors, **_against_oracle(carved, rows))
+    return kept, figures(**errors, **chosen, **_against_oracle(carved, rows))
+
+
+def _refitted(carved: Carved, rows: Rows) -> tuple[Carved, dict[str, float]]:
+    """Return the experts with `down` and the bypass refitted, and what left-out domains chose."""
+    dampings = [part * DAMPED / rows.fitted for part in DAMPINGS]
+    fitted, choice = validated(carved, rows, rank=carved.split.bypass, dampings=dampings)
+    if choice is None:
+        return fitted, {}
+    return fitted, {"damping": choice.damping, "part": choice.part, "left_out": choice.error}
 
 
 def costs(neurons: Neurons, rows: Rows, split: ExpertSplit) -> list[float]:

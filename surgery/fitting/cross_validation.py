@@ -66,7 +66,12 @@ class Sums:
 
 
 def validated(
-    neurons: N, rows: Rows, *, bias: bool = False, rank: int = 0
+    neurons: N,
+    rows: Rows,
+    *,
+    bias: bool = False,
+    rank: int = 0,
+    dampings: Sequence[float] = DAMPINGS,
 ) -> tuple[N, Choice | None]:
     """Return `neurons` refitted as far as left-out domains gain by it, and what was chosen.
 
@@ -82,7 +87,7 @@ def validated(
         total = _sums(fitted, rows.firsts(), block, bias)
     for fold in folds:
         total = total.plus(fold)
-    choice = choose(total, folds, sizes)
+    choice = choose(total, folds, sizes, dampings)
     step = stepped(total, choice.damping, sizes)
     if step is None:  # too nearly singular in fp32
         return ridge(neurons, rows, bias=bias, rank=rank), None
@@ -90,10 +95,12 @@ def validated(
     return fitted, choice
 
 
-def choose(total: Sums, folds: Sequence[Sums], sizes: Sequence[int]) -> Choice:
+def choose(
+    total: Sums, folds: Sequence[Sums], sizes: Sequence[int], dampings: Sequence[float]
+) -> Choice:
     """Return the damping and the part of the step that serve groups that were left out best."""
-    best = Choice(damping=DAMPINGS[-1], part=0.0, error=1.0)
-    for damping in DAMPINGS:
+    best = Choice(damping=dampings[-1], part=0.0, error=1.0)
+    for damping in dampings:
         steps = [stepped(total.plus(fold, -1), damping, sizes) for fold in folds]
         if any(step is None for step in steps):
             continue

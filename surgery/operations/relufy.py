@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 REPAIRS = ("none", "ridge", "reconstruct")
 ALLOCATIONS = ("uniform", "greedy")
-LEVELS = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)  # a layer's sparsity
+LEVELS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # a layer's sparsity
 ALLOCATION_TOKENS = 8192
 FORMS = ("auto", "stock", "biases", "code")
 FORM_TOKENS = 8192  # that the form is chosen on

@@ -19,6 +19,7 @@ from surgery.analysis.analyze import (
     at_cett,
     exact_zeros,
     firing_rate,
+    zeros_of_all,
 )
 from surgery.analysis.devices import Cost, Device
 from surgery.analysis.sparsity import hot_share
@@ -73,6 +74,11 @@ def finding(a: Analysis) -> str:
 
 def notes(a: Analysis) -> Iterator[str]:
     """Yield what the reader should know."""
+    if always_open := max((m.always_open for m in a.mlps), default=0):
+        yield (
+            f"the last {always_open} neurons of each MLP are always open: zeros are counted among "
+            f"the others, and over all neurons they are {a.mean(zeros_of_all):.1%}"
+        )
     if not a.sample.text:
         yield "the tokens are random: rates and sparsities on real text will differ"
     if a.mlps and a.mean(exact_zeros) < 0.01:
@@ -151,7 +157,7 @@ def _by_layer(a: Analysis) -> LayerTable:
 def _mlp_row(m: MlpStatistics) -> list[str]:
     return [
         f"{m.width:,}",
-        f"{m.product.zero:.1%}",
+        f"{exact_zeros(m):.1%}",
         f"{firing_rate(m):.1%}",
         *(f"{m.at(c).sparsity:.1%}" for c in CETT),
         str(int((m.active == 0).sum())),

@@ -142,6 +142,7 @@ def _describe_mlps(weights: Weights) -> str:
             parts.append(f"{experts} experts of d_ff {width:,}, top {top_k}")
         else:
             parts.append(f"{'shared ' if role == 'shared_experts' else ''}d_ff {width:,}")
+    parts += [f"the last {weights.always_open} always open"] if weights.always_open else []
     return ", ".join(dict.fromkeys(parts))
 
 

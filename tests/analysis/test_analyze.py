@@ -26,6 +26,7 @@ from surgery.calibration import walk
 from surgery.calibration.data import Sample
 from surgery.calibration.data import sample_ids as text_ids
 from surgery.checkpoint import constant
+from surgery.families import ALWAYS_OPEN
 from surgery.operations.relufy import relufy
 from surgery.report import analysis as report
 from surgery.storage import open_checkpoint
@@ -125,6 +126,23 @@ def test_relu_makes_exact_zeros_and_silu_none() -> None:
     assert report.finding(silu).startswith("No product is an exact zero")
     zero = relu.mean(lambda m: m.product.zero)
     assert report.finding(relu).startswith(f"{zero:.0%} of the products are exact zeros")
+
+
+def test_always_open_neurons_are_counted_apart(tmp_path: Path) -> None:
+    """Zeros are those of the first 32 of 48 neurons; what is saved is of all."""
+    save_model("llama", tmp_path)
+    plain = relufy(open_checkpoint(tmp_path), repair="none")
+    marked = plain.replace(config=plain.config | {ALWAYS_OPEN: 16})
+    before, found = analyze(plain, SAMPLE), analyze(marked, SAMPLE)
+    assert [m.always_open for m in found.mlps] == [16] * LAYERS
+    zeros = [1 - m.nonzero[:32].double().mean().item() / m.tokens for m in found.mlps]
+    assert [m.zero_of_others for m in found.mlps] == pytest.approx(zeros)
+    assert found.savings[0].sparsity == before.savings[0].sparsity
+    assert report.finding(found).startswith(f"{sum(zeros) / LAYERS:.0%} of the products")
+    over_all = before.mean(lambda m: m.product.zero)
+    (note,) = (n for n in report.notes(found) if "always open" in n)
+    assert "the last 16 neurons" in note and f"{over_all:.1%}" in note
+    assert not any("always open" in n for n in report.notes(before))
 
 
 def test_savings_are_the_kernels_share_of_the_mlps_bytes(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from surgery.calibration.data import Sample
 from surgery.cli.bench import _show as show
 from surgery.cli.bench import bench_command
 from surgery.errors import SurgeryError
-from surgery.families import known
+from surgery.families import ALWAYS_OPEN, known
 from surgery.storage import open_checkpoint
 
 IDS = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -84,6 +84,15 @@ def test_a_stock_relu_model_is_measured_at_its_own_sparsity(relu: Path) -> None:
         assert layer.left == pytest.approx((1 + 2 * (1 - sparsity)) / 3)  # up is as live as down
         assert layer.skips and 0 <= layer.error < 1e-5 and layer.dense > 0 and layer.skipping > 0
     assert found.threads == 1 and found.model_type == "llama"
+
+
+def test_always_open_neurons_are_counted_apart(relu: Path) -> None:
+    source = open_checkpoint(relu)
+    found = bench(source.replace(config=source.config | {ALWAYS_OPEN: 24}), SAMPLE, threads=1)
+    for layer, h in zip(found.layers, products(relu), strict=True):
+        assert layer.sparsity == pytest.approx((h[..., :40] == 0).double().mean().item())
+        assert layer.sparsity_of_all == pytest.approx((h == 0).double().mean().item())
+    assert found.as_dict()["always_open"] == 24
 
 
 def test_threads_are_put_back(relu: Path) -> None:

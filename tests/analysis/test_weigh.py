@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 from click.testing import CliRunner
+from models import save_model
 
 from surgery.analysis.devices import DEVICES, decode, parse_device
 from surgery.analysis.weigh import BYTES, Weights, shapes_of, weigh
@@ -447,3 +448,14 @@ def test_a_checkpoint_is_weighed_from_its_headers(tmp_path):
     from_headers, bare = map(json.loads, shown)
     assert from_headers == bare
     assert from_headers["parameters"] == model.num_parameters()
+
+
+def test_always_open_neurons_are_said(tmp_path: Path) -> None:
+    """Of a relufied llama whose last 8 of 48 neurons are."""
+    save_model("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"always_open_neurons": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shown = CliRunner().invoke(inspect_command, [str(tmp_path)])
+    assert "d_ff 48, the last 8 always open" in " ".join(shown.output.split())
+    found = json.loads(CliRunner().invoke(inspect_command, [str(tmp_path), "--json"]).output)
+    assert found["always_open"] == 8
