@@ -5,10 +5,11 @@
   python benchmarks/engines.py relufied --node-modules DIR/node_modules --types f32 bf16 q8_0
 
 Each type is exported to a temporary folder and runs on the CPU through node-llama-cpp, with keys
-and values cached in fp32 and without flash attention, which rounds to fp16. The f32 file must give the tokens that transformers gives in fp32, as far
-as transformers prefers its token by more than --margin: nearer ones are decided by the order of
-sums. Other types round activations too, so their tokens are shown and judged by nobody. Exits 1
-where a token of f32 differs, 2 where a step fails, and 0 with a word where no engine is installed.
+and values cached in fp32 and without flash attention, which rounds to fp16. The f32 file must give
+the tokens that transformers gives in fp32, as far as transformers prefers its token by more than
+--margin: nearer ones are decided by the order of sums. Other types round activations too, so their
+tokens are shown and judged by nobody. Exits 1 where a token of f32 differs, 2 where a step fails,
+and 0 with a word where no engine is installed.
 """
 
 from __future__ import annotations
