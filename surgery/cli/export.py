@@ -13,6 +13,7 @@ from surgery.cli.paths import LOCATION, UserPath
 if TYPE_CHECKING:
     from surgery.workflow.export import Exported
 
+FORMATS = ("gguf",)
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
 
@@ -20,7 +21,7 @@ TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 @click.argument("model", metavar="DIR", type=LOCATION)
 @click.option(
     "--format",
-    type=click.Choice(["gguf"]),
+    type=click.Choice(FORMATS),
     default="gguf",
     show_default=True,
     help="gguf is a file for llama.cpp and whatever is built on it.",
