@@ -71,10 +71,12 @@ LACKING: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8},
     "deepseek_v2": _DEEP_TOP_K,
-    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 31,
-                                      **_DEEP_TOP_K}},
-    "diffusion_gemma": {"text_config": {"num_experts": 6, "top_k_experts": 2,
-                                        "moe_intermediate_size": 24}},
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 31, **_DEEP_TOP_K}
+    },
+    "diffusion_gemma": {
+        "text_config": {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
+    },
     "chameleon": _VOCABULARY,
     "emu3": _VOCABULARY,
     "qwen4_exp_text": _INDEXER,
@@ -89,12 +91,13 @@ LACKING: dict[str, dict[str, Any]] = {
     "dory": {"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1},
     "cohere_compass_text": _TWO_ROPES,
     "cohere_compass": {"text_config": _TWO_ROPES},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0,
-                                         "vocab_size_per_layer_input": 0}},
+    "gemma4_assistant": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
     "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[-2, 1]]},
     "hunyuan_vl": {"text_config": {"head_dim": 8}},
     "step3p7": {"text_config": {"sliding_window": 8}},
-}  # fmt: skip
+}
 DECODERS = (
     "bert",
     "roberta",

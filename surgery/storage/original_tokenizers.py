@@ -43,20 +43,51 @@ def _llama3(names: Sequence[str], reserved: int) -> tuple[str, ...]:
 _BEGIN = ("<|begin_of_text|>", "<|end_of_text|>", _RESERVED.format(0), _RESERVED.format(1))
 _HEADERS = ("<|start_header_id|>", "<|end_header_id|>")
 _LLAMA_3 = _llama3(
-    (*_BEGIN, _RESERVED.format(2), _RESERVED.format(3), *_HEADERS, _RESERVED.format(4),
-     "<|eot_id|>"), 5,
-)  # fmt: skip
+    (
+        *_BEGIN,
+        _RESERVED.format(2),
+        _RESERVED.format(3),
+        *_HEADERS,
+        _RESERVED.format(4),
+        "<|eot_id|>",
+    ),
+    5,
+)
 _LLAMA_3_1 = _llama3(
-    (*_BEGIN, "<|finetune_right_pad_id|>", _RESERVED.format(2), *_HEADERS, "<|eom_id|>",
-     "<|eot_id|>", "<|python_tag|>"), 3,
-)  # fmt: skip
+    (
+        *_BEGIN,
+        "<|finetune_right_pad_id|>",
+        _RESERVED.format(2),
+        *_HEADERS,
+        "<|eom_id|>",
+        "<|eot_id|>",
+        "<|python_tag|>",
+    ),
+    3,
+)
 # Those of a tekken.json that does not list them.
 _TEKKEN = (
-    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
-    "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]",
-    "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
+    "<unk>",
+    "<s>",
+    "</s>",
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "[TOOL_CALLS]",
+    "[IMG]",
+    "<pad>",
+    "[IMG_BREAK]",
+    "[IMG_END]",
+    "[PREFIX]",
+    "[MIDDLE]",
+    "[SUFFIX]",
+    "[SYSTEM_PROMPT]",
+    "[/SYSTEM_PROMPT]",
     "[TOOL_CONTENT]",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,10 +21,17 @@ from surgery.storage import open_checkpoint
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("5GB", 5 * 10**9), ("500 MB", 5 * 10**8), ("1.5GiB", 3 * 2**29), ("7", 7),
-        ("2KiB", 2048), ("3mib", 3 << 20), ("1tb", 10**12), ("1TiB", 1 << 40), ("1KB", 1000),
+        ("5GB", 5 * 10**9),
+        ("500 MB", 5 * 10**8),
+        ("1.5GiB", 3 * 2**29),
+        ("7", 7),
+        ("2KiB", 2048),
+        ("3mib", 3 << 20),
+        ("1tb", 10**12),
+        ("1TiB", 1 << 40),
+        ("1KB", 1000),
     ],
-)  # fmt: skip
+)
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 

@@ -198,12 +198,22 @@ def test_the_metadata_is_the_config_s(relufied: Path, tmp_path: Path) -> None:
     own = {k.removeprefix("smallthinker."): v for k, v in meta.items() if "smallthinker." in k}
     assert own.pop("attention.layer_norm_rms_epsilon") == pytest.approx(1e-5)
     assert own == {
-        "block_count": 7, "context_length": 1024, "vocab_size": 4096, "embedding_length": 192,
-        "feed_forward_length": 512, "expert_feed_forward_length": 512, "expert_count": 1,
-        "expert_used_count": 1, "expert_gating_func": 1, "attention.head_count": 6,
-        "attention.head_count_kv": 2, "attention.key_length": 32, "attention.value_length": 32,
-        "rope.dimension_count": 32, "rope.freq_base": 10000.0,
-    }  # fmt: skip
+        "block_count": 7,
+        "context_length": 1024,
+        "vocab_size": 4096,
+        "embedding_length": 192,
+        "feed_forward_length": 512,
+        "expert_feed_forward_length": 512,
+        "expert_count": 1,
+        "expert_used_count": 1,
+        "expert_gating_func": 1,
+        "attention.head_count": 6,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 32,
+        "attention.value_length": 32,
+        "rope.dimension_count": 32,
+        "rope.freq_base": 10000.0,
+    }
     assert (meta["general.architecture"], meta["general.file_type"]) == ("smallthinker", 7)
 
 

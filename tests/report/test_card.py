@@ -251,8 +251,12 @@ def test_the_source_is_linked_where_it_can_be(
 
 PASSED = {"passed": True, "rows": []}
 NOT_COMPARED = {
-    "key": "nonfinite_logits.source", "check": "x", "value": 3, "passed": True, "detail": [],
-}  # fmt: skip
+    "key": "nonfinite_logits.source",
+    "check": "x",
+    "value": 3,
+    "passed": True,
+    "detail": [],
+}
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,19 @@ from surgery.storage import open_checkpoint
 
 # What config.json says of the model's function, by the name of an AutoConfig.
 FIELDS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size", "tie_word_embeddings",
-    "rope_parameters", "hidden_act", "model_type",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "vocab_size",
+    "tie_word_embeddings",
+    "rope_parameters",
+    "hidden_act",
+    "model_type",
+)
 EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 64, "vocab_size": 64}
 # By name: the model, and how it is written.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,7 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-}  # fmt: skip
+}
 
 
 def assert_is(opened: api.Checkpoint, hf: Path) -> None:
