@@ -123,7 +123,7 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[tuple[bool, str, str]]:
 def _advice_on(name: str) -> str:
     """Return what to do about a tensor that has no place."""
     if re.search(r"\.mlp\.\w+\.bias", name):
-        return "an MLP with biases is run by transformers alone"
+        return "`surgery relufy --form stock`, or `--bypass none`, writes MLPs without biases"
     return "run the checkpoint in transformers"
 
 
