@@ -121,7 +121,8 @@ def _auto_map(config: Mapping[str, Any], base: str) -> Mapping[str, str]:
         )
     if text == whole:
         return BOTH_MAP
-    return WRAPPER_MAP if whole and config.get("text_config") else AUTO_MAP
+    wrapped = whole and (not text or config.get("text_config"))
+    return WRAPPER_MAP if wrapped else AUTO_MAP
 
 
 def _require_joinable(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
