@@ -51,7 +51,11 @@ __all__ = [
 
 
 def open(
-    location: str | Path, *, revision: str | None = None, strip_prefix: str | None = None
+    location: str | Path,
+    *,
+    revision: str | None = None,
+    strip_prefix: str | None = None,
+    dequantize: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint: a folder, a .safetensors file, a Hub id or a URL. Reads headers alone.
 
@@ -59,6 +63,7 @@ def open(
         location: like "./my-model", "Qwen/Qwen3-8B", "Qwen/Qwen3-8B@main" or "s3://bucket/model".
         revision: branch, tag or commit of a Hub id.
         strip_prefix: what to strip from names of tensors, like the "module." of a wrapped model.
+        dequantize: open weights in fp8 or mxfp4 as bf16.
 
     Raises SurgeryError for what is no checkpoint, or not a whole one.
 
@@ -67,7 +72,9 @@ def open(
         >>> source.parameters
         8190735360
     """
-    return open_checkpoint(location, revision=revision, strip_prefix=strip_prefix)
+    return open_checkpoint(
+        location, revision=revision, strip_prefix=strip_prefix, dequantize=dequantize
+    )
 
 
 def inspect(checkpoint: Checkpoint) -> Weights:

@@ -44,6 +44,7 @@ _PARTS = (
     "down_proj_scales",
 )
 _BESIDE_INTEGERS = ("scales", "scale", "biases", "zeros", "zero_point", "zero_points", "meta")
+_DEQUANTIZE = "; where there is no original, --dequantize opens the weights as bf16"
 _PLAIN = "give the original bf16 or fp16 checkpoint, operate, and quantise the result"
 
 
@@ -73,7 +74,18 @@ _BASE = re.compile(
 
 
 def _plain(checkpoint: Checkpoint) -> str:
-    """Return what to give instead, with the original's name where the source's card has it."""
+    """Return what to do instead, with the original's name where the source's card has it."""
+    return _original(checkpoint) + (_DEQUANTIZE if _is_dequantisable(checkpoint) else "")
+
+
+def _is_dequantisable(checkpoint: Checkpoint) -> bool:
+    """Return whether the matrices are in fp8, or mxfp4 as gpt-oss has it."""
+    dtypes = {t.dtype for t in checkpoint.tensors.values()}
+    return "F8_E4M3" in dtypes or any(n.endswith("_blocks") for n in checkpoint.tensors)
+
+
+def _original(checkpoint: Checkpoint) -> str:
+    """Return the advice to give the original, with its name where the source's card has it."""
     try:
         text = content(checkpoint.card.path()).decode() if checkpoint.card else ""
     except (OSError, SurgeryError, UnicodeDecodeError):

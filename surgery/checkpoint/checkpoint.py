@@ -25,12 +25,14 @@ class Source:
         revision: the commit that a Hub id was pinned to.
         folder: the folder on this disk, which no output may touch.
         strip_prefix: what was stripped from the names of tensors.
+        dequantize: whether its weights were dequantised.
     """
 
     location: str
     revision: str | None = None
     folder: str | None = None
     strip_prefix: str | None = None
+    dequantize: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

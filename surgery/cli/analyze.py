@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from surgery.cli.options import strip_prefix
+from surgery.cli.options import dequantize, strip_prefix
 from surgery.cli.paths import LOCATION, UserPath
 from surgery.errors import UsageError
 
@@ -41,6 +41,7 @@ class Run:
     seed: int
     revision: str | None
     strip_prefix: str | None
+    dequantize: bool
     trust_remote_code: bool
 
 
@@ -137,6 +138,7 @@ class Sink:
 )
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
 @strip_prefix
+@dequantize
 @click.option(
     "--trust-remote-code", is_flag=True, help="Allow code that comes with the checkpoint to run."
 )
@@ -194,7 +196,12 @@ def _open(run: Run) -> tuple[Checkpoint, Sample]:
     from surgery.storage import open_checkpoint
     from surgery.workflow.trust import require_trust
 
-    checkpoint = open_checkpoint(run.model, revision=run.revision, strip_prefix=run.strip_prefix)
+    checkpoint = open_checkpoint(
+        run.model,
+        revision=run.revision,
+        strip_prefix=run.strip_prefix,
+        dequantize=run.dequantize,
+    )
     require_trust(checkpoint, run.trust_remote_code)
     given = bool(run.text or run.dataset)
     sample = sample_ids(

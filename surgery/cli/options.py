@@ -33,10 +33,14 @@ strip_prefix: Decorator = click.option(
     metavar="PREFIX",
     help="Strip PREFIX from the names of tensors, like the module. of a wrapped model.",
 )
+dequantize: Decorator = click.option(
+    "--dequantize", is_flag=True, help="Open weights in fp8 or mxfp4 as bf16."
+)
 _CONVERTING: dict[str, Decorator] = {
     "model": click.argument("model", type=LOCATION, default="."),
     "revision": click.option("--revision", help="Branch, tag or commit of a Hub id."),
     "strip_prefix": strip_prefix,
+    "dequantize": dequantize,
     "dtype": click.option(
         "--dtype",
         metavar="NAME",
@@ -163,6 +167,7 @@ class CommonOptions:
     model: str
     revision: str | None
     strip_prefix: str | None
+    dequantize: bool
     dtype: str | None
     max_shard_size: str | None
     out: str | None
@@ -189,6 +194,7 @@ class CommonOptions:
             revision=self.revision,
             stream=self.stream,
             strip_prefix=self.strip_prefix,
+            dequantize=self.dequantize,
         )
 
     @property

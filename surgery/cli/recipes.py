@@ -44,6 +44,7 @@ def run_command(options: dict[str, Any], name: str, changes: Sequence[str]) -> i
         model=recipe.location(chosen),
         revision=chosen.revision,
         strip_prefix=chosen.strip_prefix,
+        dequantize=chosen.dequantize,
         dtype=None,
         max_shard_size=size,
         finetune=chosen.finetune,

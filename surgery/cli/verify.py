@@ -79,8 +79,8 @@ def verify_command(
     require = None if max_perplexity is None else Require(max_perplexity=max_perplexity)
     observer = screen.Bars(quiet=quiet or as_json)
     record = read_record(output)
-    prefix = record["source"].get("strip_prefix")
-    checkpoint = open_checkpoint(source, revision=revision, strip_prefix=prefix)
+    opened = {k: v for k, v in record["source"].items() if k in ("strip_prefix", "dequantize")}
+    checkpoint = open_checkpoint(source, revision=revision, **opened)
     demands = Demands(
         trust_remote_code=trust_remote_code,
         allow_nonfinite=allow_nonfinite,

@@ -15,6 +15,7 @@ from surgery.checkpoint.parsing import read_json as parse_json
 from surgery.checkpoint.tensors import LazyTensor, SourceFile
 from surgery.errors import SurgeryError
 from surgery.files import JSON_LIMIT, SIDE_LIMIT, content, require_size
+from surgery.storage.dequantised import dequantised
 from surgery.storage.kinds import refuse, require_fetched, require_no_disguise
 from surgery.storage.local import LocalFile
 from surgery.storage.location import open_store
@@ -55,6 +56,7 @@ def open_checkpoint(
     revision: str | None = None,
     stream: bool = False,
     strip_prefix: str | None = None,
+    dequantize: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint without reading a weight.
 
@@ -64,6 +66,7 @@ def open_checkpoint(
         revision: a branch, tag or commit of a Hub id.
         stream: whether downloaded shards are removed again, except for the last few that were read.
         strip_prefix: what to strip from the names of tensors, like "module.".
+        dequantize: whether weights in fp8 or mxfp4 are opened as bf16.
 
     Raises SurgeryError for what is missing, damaged or not a Hugging Face checkpoint.
 
@@ -80,11 +83,16 @@ def open_checkpoint(
         notes.append(f"{strip_prefix} was stripped from the names of the source's tensors")
         # A shard whose names change cannot be copied as a whole.
         tensors, shards = stripped(tensors, strip_prefix), {}
+    config = found.config
+    if dequantize:
+        notes.append("the source's quantised weights were dequantised to bf16")
+        config, tensors = dequantised(config, tensors)
+        shards = {}
     require_plain_names(tensors)
     _require_gathered(tensors)
     folder = None if store.folder is None else str(store.folder.resolve())
     return Checkpoint(
-        config=found.config,
+        config=config,
         tensors=tensors,
         files=found.files,
         source=Source(
@@ -92,6 +100,7 @@ def open_checkpoint(
             revision=store.revision,
             folder=folder,
             strip_prefix=strip_prefix,
+            dequantize=dequantize,
         ),
         shards=shards,
         custom_code=bool(found.config.get("auto_map")),

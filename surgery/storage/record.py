@@ -59,6 +59,7 @@ _SCHEMA: Schema = {
                 "location": _TEXT,
                 "revision": {"type": ["string", "null"]},
                 "strip_prefix": _TEXT,
+                "dequantize": {"type": "boolean"},
             },
         },
         "recipe": {"type": "array", "items": _STEP},

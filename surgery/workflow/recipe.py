@@ -61,6 +61,7 @@ class Recipe:
         source: a folder, a weight file, a Hub id, a URL, or "demo", the embedded model.
         revision: branch, tag or commit of a Hub id.
         strip_prefix: what to strip from the names of the source's tensors, like "module.".
+        dequantize: open weights in fp8 or mxfp4 as bf16.
         calibration: of every operation that takes one and does not say otherwise.
         operations: what is done, in this order, in one pass over the disk.
         dtype: convert weights to bf16, fp16 or fp32 while writing.
@@ -75,6 +76,7 @@ class Recipe:
     source: str | None = None
     revision: str | None = None
     strip_prefix: str | None = None
+    dequantize: bool = False
     calibration: dict[str, Any] = field(default_factory=dict)
     operations: tuple[dict[str, Any], ...]
     dtype: str | None = None
@@ -260,7 +262,10 @@ def location(recipe: Recipe) -> str:
 def open_source(recipe: Recipe) -> Checkpoint:
     """Open the source."""
     return open_checkpoint(
-        location(recipe), revision=recipe.revision, strip_prefix=recipe.strip_prefix
+        location(recipe),
+        revision=recipe.revision,
+        strip_prefix=recipe.strip_prefix,
+        dequantize=recipe.dequantize,
     )
 
 
@@ -302,6 +307,7 @@ def recipe_of(output: Checkpoint, folder: Path | None = None) -> Recipe:
         source=DEMO if demo else location,
         revision=source.revision,
         strip_prefix=source.strip_prefix,
+        dequantize=source.dequantize,
         operations=tuple(_with_paths(entry, place) for entry in entries),
     )
 

@@ -115,9 +115,10 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _source(source: Source, folder: Path | None) -> dict[str, Any]:
-    """Return where the source is, and what was stripped from its names."""
-    prefix = {"strip_prefix": source.strip_prefix} if source.strip_prefix else {}
-    return {"location": _place(source, folder), "revision": source.revision, **prefix}
+    """Return where the source is, and how it was opened."""
+    opened = {"strip_prefix": source.strip_prefix, "dequantize": source.dequantize}
+    asked = {key: value for key, value in opened.items() if value}
+    return {"location": _place(source, folder), "revision": source.revision, **asked}
 
 
 def _place(source: Source, folder: Path | None) -> str:
