@@ -69,7 +69,7 @@ LACKING: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "ministral": {"head_dim": 8},
-    "nemotron": {"head_dim": 8},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 8},
     "deepseek_v2": _DEEP_TOP_K,
     "deepseek_ocr2": {
         "text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 31, **_DEEP_TOP_K}

@@ -26,6 +26,7 @@ QUICK = {
     ("causal", "bloom"): {"relufy": "code"},  # its module adds the residual, its GELU is its own
     ("causal", "exaone"): {"relufy": "stock"},  # other names on disk
     ("image", "llava"): {"relufy": "stock", "carve": "ok"},
+    ("causal", "falcon_h1"): {"upcycle": "code"},  # the body computes buffers of its layers
     ("image", "paligemma"): {"upcycle": "code"},  # its text model begins by a rule of its own
 }
 # How text passes through them, where that is unusual.

@@ -71,6 +71,7 @@ class _Operated:
         for inner in self.modules():  # type: ignore[attr-defined]
             if inner is not self and hasattr(inner, "_init_weights"):
                 inner._init_weights = partial(_begin, inner._init_weights)
+                inner._initialize_weights = partial(_let_begin, inner._initialize_weights)
         self.post_init()  # type: ignore[attr-defined]
 
     def _body(self) -> Any:
@@ -86,6 +87,9 @@ class _Operated:
         That is only seen where the checkpoint has nothing for it.
         """
         _begin(super()._init_weights, module)  # type: ignore[misc]
+
+    def _initialize_weights(self, module: nn.Module, *custom: bool) -> None:
+        _let_begin(super()._initialize_weights, module, *custom)  # type: ignore[misc]
 
     def set_sparse_decode(self, on: bool = True) -> None:
         """Let the blocks that can skip neurons as they decode one sequence do so, or not."""
@@ -117,6 +121,15 @@ def _begin(rule: Callable[[nn.Module], None], module: nn.Module) -> None:
     rule(module)
     if hasattr(module, "init_block_weights"):
         module.init_block_weights()
+
+
+def _let_begin(rule: Callable[..., None], module: nn.Module, *custom: bool) -> None:
+    """Begin a module where something of it was not loaded.
+
+    Code outside transformers may not begin a module without parameters of its own, and Falcon-H1's
+    computes buffers of its layers there. Only blocks are such code here.
+    """
+    rule(module, *(c and hasattr(module, "init_block_weights") for c in custom))
 
 
 def _operate(layer: nn.Module, entry: dict[str, Any], config: Any) -> nn.Module:
