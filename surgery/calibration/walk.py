@@ -35,6 +35,9 @@ from surgery.families.classes import without_head
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Positions = tuple[slice, slice]  # rows and positions of input_ids
 BATCH_TOKENS = 2048  # tokens of a batch, by default
+_WITHOUT_TEXT = (
+    "use what needs no text: `surgery inspect`, `surgery relufy --repair none`, `upcycle`"
+)
 CHUNK_LOGITS = 2**24  # logits held at once: 64 MiB in fp32
 
 
@@ -61,7 +64,7 @@ class Layer:
         """
         states = self.hidden if hidden is None else hidden
         for x, (args, kwargs) in zip(states, self.arguments, strict=False):
-            with arithmetic(x.dtype):
+            with arithmetic(x.dtype), _refusing(self.module, f"layer {self.index}"):
                 out = self.module(x.to(self.device), *args, **kwargs)
             yield out[0] if isinstance(out, tuple | list) else out
 
@@ -313,8 +316,9 @@ class Walk:
                 _calls.append((_layer, hidden_states, (args, kwargs)))
                 return hidden_states.as_subclass(_Whole)
 
-            with arithmetic(self.dtype), self._stubs(stub):
-                self.model.base_model(input_ids=ids.to(self.device), use_cache=False)
+            body = self.model.base_model
+            with arithmetic(self.dtype), self._stubs(stub), _refusing(body, "the body"):
+                body(input_ids=ids.to(self.device), use_cache=False)
             self.hidden.append(calls[0][1])
             for index, _, (args, kwargs) in calls:  # text does not pass through every layer of all
                 shared = {k: _share(v, pool) for k, v in kwargs.items()}
@@ -401,12 +405,26 @@ def choose_dtype(name: str | None, device: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
 
 
+@contextmanager
+def _refusing(module: nn.Module, place: str) -> Iterator[None]:
+    """Turn what a class of transformers raises, where it is run in parts, into a SurgeryError."""
+    try:
+        yield
+    except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as e:
+        reason = (str(e).splitlines() or [""])[0][:160]
+        raise SurgeryError(
+            f"{type(module).__name__} cannot be run layer by layer: {place} ended with {reason} "
+            f"({type(e).__name__})",
+            _WITHOUT_TEXT,
+        ) from e
+
+
 def _require_chained(family: Family) -> None:
     """Raise SurgeryError for a family whose layers cannot be run one after the other."""
     if family.unchained:
         raise SurgeryError(
             f"a {family.model_type} cannot be walked layer by layer: {family.unchained}",
-            "use what needs no text: `surgery inspect`, `surgery relufy --repair none`, `upcycle`",
+            _WITHOUT_TEXT,
         )
 
 

@@ -139,6 +139,23 @@ def test_hidden_states_are_those_between_the_stock_layers(tmp_path: Path) -> Non
         assert torch.equal(torch.cat(layer.hidden), wanted)
 
 
+@pytest.mark.parametrize("part", ["LlamaModel", "LlamaDecoderLayer"])
+def test_a_class_that_cannot_be_run_in_parts_is_refused(
+    part: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Classes of transformers raise nearly anything where they are given less than they expect."""
+    save_model("llama", tmp_path)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("'NoneType' object is not iterable\nand more")
+
+    monkeypatch.setattr(getattr(transformers.models.llama.modeling_llama, part), "forward", forward)
+    with pytest.raises(SurgeryError) as caught:
+        walked(open_checkpoint(tmp_path), ids_of(2, 8))
+    assert caught.value.message.startswith(f"{part} cannot be run layer by layer")
+    assert caught.value.message.endswith("'NoneType' object is not iterable (TypeError)")
+
+
 @torch.no_grad()
 def test_batches_and_chunks_of_positions_change_nothing_but_rounding(
     tmp_path: Path, monkeypatch: Any

@@ -222,7 +222,8 @@ def test_a_mixture_is_called_one(operation: Any, family: str) -> None:
     """Never "download it again" for the MLPs that it does not have."""
     experts = {f"model.layers.{i}.{MOE[family].experts}.weight": (4, 8, 8) for i in range(2)}
     tensors = {n: constant(0.0, shape, "F32") for n, shape in experts.items()}
-    tensors["model.embed_tokens.weight"] = constant(0.0, (8, 8), "F32")
+    embedding = MOE[family].embedding or "embed_tokens.weight"
+    tensors[f"model.{embedding}"] = constant(0.0, (8, 8), "F32")
     config = {"model_type": family, "num_hidden_layers": 2, "hidden_size": 8}
     error = refusal(lambda: operation(LLAMA.replace(config=config, tensors=tensors)))
     assert error.message.startswith("this model is a mixture already")
