@@ -40,6 +40,7 @@ from surgery.blocks.rules import RULES
 from surgery.checkpoint import LazyTensor, make_plan
 from surgery.checkpoint.config import parse_config
 from surgery.checkpoint.header import make_header
+from surgery.checkpoint.metadata import unread
 from surgery.errors import SurgeryError
 from surgery.families import locate
 from surgery.operations.cast import cast
@@ -550,7 +551,7 @@ def metadata(room: Room, draw: random.Random) -> None:
     room.put(room.model, **room.whole, **{"README.md": b"---\n" + data + b"\n---\n# x\n"})
     try:
         source = open_checkpoint(room.model)
-        card.unread(source)
+        unread(source)
         card.render(source, room.source, room.output, room.record)
     finally:
         (room.model / "README.md").unlink()

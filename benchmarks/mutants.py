@@ -1,6 +1,6 @@
 """Plant faults in the code that proves and publishes, and count those that the tests catch.
 
-  python benchmarks/mutants.py                       # 60 mutants, 15 minutes on one core
+  python benchmarks/mutants.py                       # 60 mutants, on one core
   python benchmarks/mutants.py --count 10 --only surgery/workflow/publish.py --seed 3
 
 Each mutant is one change of one expression in a copy of the working tree: a comparison or an

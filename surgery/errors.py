@@ -21,5 +21,10 @@ class UsageError(SurgeryError):
     """A contradiction between options, or between an option and the model; exits with code 2."""
 
 
+def first_line(e: BaseException) -> str:
+    """Return the first line of another library's message, cut where it is long, and its type."""
+    return f"{(str(e).splitlines() or [''])[0][:160]} ({type(e).__name__})"
+
+
 class ReportedElsewhere(Exception):  # noqa: N818 - the error itself is reported by rank 0
     """Raised on a non-zero rank to end it in silence, because rank 0 prints the cause."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +127,18 @@ def _field(number: int, value: int | float | bytes) -> bytes:
     return _number(number << 3 | 2) + _number(len(value)) + value
 
 
-def sentencepiece_model() -> bytes:
+def sentencepiece_model(special: Sequence[str] = ("<unk>", "<s>", "</s>")) -> bytes:
     """Return a SentencePiece file: three special pieces, the bytes, and words of a and b."""
-    special = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
-    pieces = special + [(f"<0x{b:02X}>", 0.0, 6) for b in range(256)]
+    names = [(name, 0.0, 2 if name == "<unk>" else 3) for name in special]
+    pieces = names + [(f"<0x{b:02X}>", 0.0, 6) for b in range(256)]
     words = ("▁a", "ab", "▁ab", "▁", "a", "b")
     pieces += [(w, -float(i), 1) for i, w in enumerate(words)]
     made = b"".join(
         _field(1, _field(1, t.encode()) + _field(2, s) + _field(3, k)) for t, s, k in pieces
     )
-    return made + _field(2, _field(3, 2) + _field(35, 1) + _field(40, 0))
+    ids = [special.index(name) for name in ("<unk>", "<s>", "</s>")]
+    told = b"".join(_field(number, i) for number, i in zip((40, 41, 42), ids, strict=True))
+    return made + _field(2, _field(3, 2) + _field(35, 1) + told)
 
 
 def ranks_of_bytes() -> bytes:

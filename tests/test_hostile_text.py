@@ -24,6 +24,7 @@ import yaml
 from support import Call, llama_config, llama_tensors, write_llama
 
 from surgery import finetune, quoting
+from surgery.checkpoint import metadata
 from surgery.checkpoint.parsing import read_json, read_yaml
 from surgery.errors import SurgeryError, UsageError
 from surgery.operations.upcycle import upcycle
@@ -319,8 +320,8 @@ def test_metadata_never_stops_a_conversion(
     folder = write_llama(tmp_path / "model")
     (folder / "README.md").write_text(f"---\n{head}\n---\n# x\n")
     checkpoint, start = open_checkpoint(folder), time.monotonic()
-    assert card.metadata_of(checkpoint) == kept
-    note = card.unread(checkpoint)
+    assert metadata.metadata_of(checkpoint) == kept
+    note = metadata.unread(checkpoint)
     assert (noted in note and note) if noted else note == ""
     assert time.monotonic() - start < 5
 

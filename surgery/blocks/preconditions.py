@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping
 from surgery.blocks import block_config
 from surgery.checkpoint import Checkpoint
 from surgery.checkpoint.edit import EMBEDDINGS
+from surgery.checkpoint.metadata import metadata_of
 from surgery.checkpoint.tensors import FLOATS, LazyTensor
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks
-from surgery.files import content
 
 # Fields of a config.json that say how the weights are quantised; MLX's is the last.
 _CONFIGS = ("quantization_config", "compression_config", "quantization")
@@ -45,6 +45,7 @@ _PARTS = (
 )
 _BESIDE_INTEGERS = ("scales", "scale", "biases", "zeros", "zero_point", "zero_points", "meta")
 _DEQUANTIZE = "; where there is no original, --dequantize opens the weights as bf16"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PLAIN = "give the original bf16 or fp16 checkpoint, operate, and quantise the result"
 
 
@@ -67,12 +68,6 @@ def require_plain(checkpoint: Checkpoint) -> None:
         raise SurgeryError(message, _plain(checkpoint))
 
 
-# A Hub id in the metadata of a card, alone or as the first of a list.
-_BASE = re.compile(
-    r"^base_model:(?:\s*\n\s*-)?[ \t]*[\"']?([\w.-]+/[\w.-]+)[\"']?[ \t]*$", re.MULTILINE
-)
-
-
 def _plain(checkpoint: Checkpoint) -> str:
     """Return what to do instead, with the original's name where the source's card has it."""
     return _original(checkpoint) + (_DEQUANTIZE if _is_dequantisable(checkpoint) else "")
@@ -87,12 +82,12 @@ def _is_dequantisable(checkpoint: Checkpoint) -> bool:
 def _original(checkpoint: Checkpoint) -> str:
     """Return the advice to give the original, with its name where the source's card has it."""
     try:
-        text = content(checkpoint.card.path()).decode() if checkpoint.card else ""
-    except (OSError, SurgeryError, UnicodeDecodeError):
+        named = metadata_of(checkpoint).get("base_model") or ""
+    except (OSError, SurgeryError):  # the card is elsewhere, and cannot be had
         return _PLAIN
-    metadata = text[4:].partition("\n---")[0] if text.startswith("---\n") else ""
-    found = _BASE.search(metadata)
-    return f"{_PLAIN}: its card says that it was made from {found[1]}" if found else _PLAIN
+    base = named if isinstance(named, str) else named[0]
+    told = f": its card says that it was made from {base}" if _HUB_ID.fullmatch(base) else ""
+    return _PLAIN + told
 
 
 def _quantised(tensors: Mapping[str, LazyTensor]) -> str:

@@ -28,7 +28,7 @@ from surgery import files
 from surgery.calibration.fp64 import arithmetic
 from surgery.checkpoint import Checkpoint, LazyTensor
 from surgery.checkpoint.tensors import DTYPES
-from surgery.errors import SurgeryError
+from surgery.errors import SurgeryError, first_line
 from surgery.families import Blocks
 from surgery.families.classes import named_after
 from surgery.families.roles import TOWERS
@@ -105,7 +105,7 @@ def meta_model(
         except Exception as e:  # what it raises for a wrong value depends on the class
             raise SurgeryError(
                 f"transformers {transformers.__version__} cannot build the model of config.json: "
-                f"{_first_line(e)}",
+                f"{first_line(e)}",
                 _remedy(checkpoint),
             ) from e
     if dtype == torch.float64 or _has_odd_experts(model):
@@ -204,11 +204,6 @@ def check_names(checkpoint: Checkpoint) -> NameReport:
 # --- config ---------------------------------------------------------------------------------------
 
 
-def _first_line(e: Exception) -> str:
-    """Return the first line of an exception's message, and its type."""
-    return f"{(str(e).splitlines() or [''])[0][:200]} ({type(e).__name__})"
-
-
 @contextmanager
 def _folder(checkpoint: Checkpoint) -> Iterator[Path]:
     """Give transformers a folder to look at, with the config and any custom code in it."""
@@ -228,7 +223,7 @@ def _parse(checkpoint: Checkpoint, folder: Path) -> Any:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust)
     except Exception as e:  # what it raises for a wrong value depends on the class
         raise SurgeryError(
-            f"transformers {transformers.__version__} cannot read config.json: {_first_line(e)}",
+            f"transformers {transformers.__version__} cannot read config.json: {first_line(e)}",
             _remedy(checkpoint),
         ) from None
 

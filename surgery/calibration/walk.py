@@ -28,7 +28,7 @@ from surgery.calibration import stock
 from surgery.calibration.fp64 import arithmetic
 from surgery.calibration.prefetch import Prefetch
 from surgery.checkpoint import Checkpoint
-from surgery.errors import SurgeryError, UsageError
+from surgery.errors import SurgeryError, UsageError, first_line
 from surgery.families import Family, locate
 from surgery.families.classes import without_head
 
@@ -411,10 +411,9 @@ def _refusing(module: nn.Module, place: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as e:
-        reason = (str(e).splitlines() or [""])[0][:160]
         raise SurgeryError(
-            f"{type(module).__name__} cannot be run layer by layer: {place} ended with {reason} "
-            f"({type(e).__name__})",
+            f"{type(module).__name__} cannot be run layer by layer: {place} ended with "
+            f"{first_line(e)}",
             _WITHOUT_TEXT,
         ) from e
 

@@ -9,12 +9,12 @@ import click
 
 from surgery.cli.options import strip_prefix
 from surgery.cli.paths import LOCATION, UserPath
+from surgery.engines.quantise import TYPES
 
 if TYPE_CHECKING:
     from surgery.workflow.export import Exported
 
 FORMATS = ("gguf",)
-TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
 
 @click.command("export")
@@ -29,7 +29,7 @@ TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 @click.option(
     "--type",
     "kind",
-    type=click.Choice(TYPES),
+    type=click.Choice(list(TYPES)),
     default="bf16",
     show_default=True,
     help="How matrices are stored. q8_0 and q4_0 round them to 8 and 4 bits, with a scale for "

@@ -79,10 +79,17 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """A GGUF file that has not been written: metadata by key, and tensors in order."""
+    """A GGUF file that has not been written.
+
+    Args:
+        metadata: values by key.
+        tensors: in order.
+        notes: what a user of the file should know.
+    """
 
     metadata: Mapping[str, Value]
     tensors: Sequence[Tensor]
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def header(self) -> bytes:

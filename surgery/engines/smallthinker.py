@@ -65,18 +65,18 @@ def smallthinker(checkpoint: Checkpoint, kind: str) -> File:
     tensors = list(_tensors(checkpoint, kind))
     embedding = next(t for t in tensors if t.name == "token_embd.weight")
     metadata = _metadata(checkpoint, kind) | tokenizer.fields(checkpoint, embedding.shape[0])
-    return File(metadata=metadata, tensors=tensors)
+    return File(metadata=metadata, tensors=tensors, notes=_notes(checkpoint))
 
 
-def notes(checkpoint: Checkpoint) -> list[str]:
+def _notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return what a user of the file should know."""
     window, context = _window(checkpoint.config), checkpoint.config["max_position_embeddings"]
     if window is None or window >= context:
-        return []
-    return [
+        return ()
+    return (
         f"the context is {window:,} tokens, the sliding window, instead of {context:,}: within it "
-        "the attention is the same"
-    ]
+        "the attention is the same",
+    )
 
 
 # --- what cannot be held --------------------------------------------------------------------------

@@ -19,23 +19,19 @@ from surgery.checkpoint.parsing import read_json
 from surgery.engines.gguf import Value
 from surgery.errors import SurgeryError
 from surgery.files import JSON_LIMIT, content
+from surgery.storage.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from surgery.storage.tokenizer_json import LLAMA_3, SPACE
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-_SPACE = "▁"
 _DIGITS = "digits, each by itself"
 _GPT2 = "the regular expression of GPT-2"
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_QWEN2 = LLAMA_3.replace(r"|\p{N}{1,3}|", r"|\p{N}|")
 # By what divides a text and whether whole words of the vocabulary are taken unmerged: the name.
 _PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
     ((_GPT2,), False): "gpt-2",
     ((_DIGITS, _GPT2), False): "smollm",
     ((_QWEN2,), False): "qwen2",
-    ((_LLAMA3,), True): "llama-bpe",
-    ((_LLAMA3,), False): "smaug-bpe",
+    ((LLAMA_3,), True): "llama-bpe",
+    ((LLAMA_3,), False): "smaug-bpe",
 }
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -180,7 +176,7 @@ def _adds_space(spec: Mapping[str, Any]) -> bool:
         return bool(pre.get("prepend_scheme", "always") != "never")
     steps = (normalizer or {}).get("normalizers") or [normalizer or {}]
     kinds = [step.get("type") for step in steps]
-    replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    replaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     if pre or kinds not in (["Prepend", "Replace"], ["Replace"]) or steps[-1] != replaces:
         raise _unknown("it is no SentencePiece of Llama's kind: it changes texts in another way")
     return kinds[0] == "Prepend"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgery.checkpoint.edit import EMBEDDINGS, HEADS
-from surgery.errors import SurgeryError
+from surgery.errors import SurgeryError, first_line
 from surgery.families.classes import named_after
 from surgery.families.family import Family
 from surgery.families.roles import TOWERS
@@ -194,10 +194,9 @@ def _refusing(small: Mapping[str, Any]) -> Iterator[None]:
     except SurgeryError:
         raise
     except Exception as e:
-        line = (str(e).splitlines() or [""])[0][:160]
         raise SurgeryError(
             f"a small {small.get('model_type')} does not run here, so nothing of it is proved: "
-            f"{line} ({type(e).__name__})",
+            f"{first_line(e)}",
             _WHOLE,
         ) from e
 

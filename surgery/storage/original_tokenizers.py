@@ -26,11 +26,6 @@ from surgery.storage.store import File, Store
 _AGAIN = "download the tokenizer again"
 _RANKS = re.compile(rb"[A-Za-z0-9+/]+=* [0-9]+\r?\n")
 _MOST_BYTES = 1000  # of a token: each of its cuts is looked at
-# How tiktoken cuts a text before it looks for tokens, in Llama 3.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _RESERVED = "<|reserved_special_token_{}|>"
 
 
@@ -170,7 +165,8 @@ def _pieces(file: File, store: Store) -> Tokenizer:
         notes: tuple[str, ...] = (f"{file.name} goes along as it is: it is no BPE of Llama's kind",)
     else:
         made, notes = _made(file, store, lambda: tokenizer_json.of_pieces(model), names), ()
-    return Tokenizer(bos=max(model.bos, 1), eos=max(model.eos, 2), files=made, notes=notes)
+    bos, eos = (i if i >= 0 else usual for i, usual in ((model.bos, 1), (model.eos, 2)))
+    return Tokenizer(bos=bos, eos=eos, files=made, notes=notes)
 
 
 def _ranks(file: File, store: Store, later: bool) -> Tokenizer:
@@ -191,8 +187,11 @@ def _ranks(file: File, store: Store, later: bool) -> Tokenizer:
     special = {t: len(ranks) + i for i, t in enumerate(_LLAMA_3_1 if later else _LLAMA_3)}
     begin, end = _BEGIN[:2]
     eos: int | list[int] = special[end]
-    if "instruct" in store.location.lower():
-        eos = [special[t] for t in (end, "<|eom_id|>", "<|eot_id|>") if t in special]
+    notes: tuple[str, ...] = ()
+    if "instruct" in store.location.lower():  # nothing in the files says it
+        ends = [t for t in (end, "<|eom_id|>", "<|eot_id|>") if t in special]
+        eos = [special[t] for t in ends]
+        notes = (f"a text ends with {' or '.join(ends)}: the source's name says Instruct",)
     return Tokenizer(
         bos=special[begin],
         eos=eos,
@@ -200,10 +199,11 @@ def _ranks(file: File, store: Store, later: bool) -> Tokenizer:
         files=_made(
             file,
             store,
-            lambda: tokenizer_json.of_ranks(ranks, special, _WORDS, begin),
+            lambda: tokenizer_json.of_ranks(ranks, special, tokenizer_json.LLAMA_3, begin),
             {"bos_token": begin, "eos_token": end},
         ),
         left=(file.name,),
+        notes=notes,
     )
 
 
@@ -223,14 +223,14 @@ def _tekken(file: File, store: Store) -> Tokenizer:
     _require_dense(ranks, file)
     special = {name: i for i, name in enumerate(names)}
     moved = {token: rank + count for token, rank in ranks.items()}
+    if not {"<s>", "</s>"} <= set(special):
+        raise SurgeryError(f"{file.name} has no <s> and </s>", _AGAIN)
     made = _made(
         file,
         store,
         lambda: tokenizer_json.of_ranks(moved, special, words, "<s>"),
         {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     )
-    if not {"<s>", "</s>"} <= set(special):
-        raise SurgeryError(f"{file.name} has no <s> and </s>", _AGAIN)
     return Tokenizer(bos=special["<s>"], eos=special["</s>"], files=made)
 
 

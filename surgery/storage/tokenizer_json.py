@@ -13,6 +13,11 @@ from typing import Any
 from surgery.storage.sentencepiece import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Model
 
 SPACE = "▁"
+# How Llama 3 cuts a text before it looks for tokens.
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def of_pieces(model: Model) -> dict[str, Any]:

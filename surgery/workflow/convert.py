@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from surgery import finetune as training
 from surgery import operations
 from surgery.checkpoint import Checkpoint, Plan, make_plan
+from surgery.checkpoint.metadata import unread
 from surgery.errors import SurgeryError
 from surgery.report import card
 from surgery.storage import (
@@ -183,7 +184,7 @@ def _require_same_plan(run: _Run) -> None:
 
 def _is_there(run: _Run) -> bool:
     """Return whether the output is finished already, after every check before the first byte."""
-    card.unread(run.source)  # fetched now, so that the Hub is not needed after hours of work
+    unread(run.source)  # fetched now, so that the Hub is not needed after hours of work
     return check_run(run.source, run.output, run.plan, run.request)
 
 
@@ -217,7 +218,7 @@ def _finished(run: _Run, written: Written) -> Written:
         finetune=dict(finetune or {}),
     )
     record = make_record(output, run.plan, written.digests, request.command, finetune, run.out)
-    record["notes"] += filter(None, [card.unread(run.source)])
+    record["notes"] += filter(None, [unread(run.source)])
     text = f"# surgery run {card.RECIPE} --out FOLDER\n{dump(made)}"
     add(
         run.out,

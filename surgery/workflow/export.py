@@ -101,7 +101,7 @@ def export(
         tensors=len(file.tensors),
         peak_memory=BASE_MEMORY + file.peak_memory,
         already=already,
-        notes=tuple(smallthinker.notes(checkpoint)),
+        notes=file.notes,
     )
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+import pytest
 from support import Call
 
-from surgery.families.coverage import KINDS, OPERATIONS, measured, works
+from surgery.checkpoint import Checkpoint, Source
+from surgery.errors import SurgeryError
+from surgery.families import Blocks
+from surgery.families.coverage import KINDS, OPERATIONS, Measured, measured, works
+from surgery.families.lookup import known
 
 
 def test_counts(call: Call) -> None:
@@ -35,6 +41,25 @@ def test_types_are_sorted_by_what_they_have() -> None:
         assert sum(found.sorts(kind).values()) == len(found.rows[kind])
         for operation in OPERATIONS:
             assert found.count(kind, operation, "dense") <= found.sorts(kind)["dense"]
+
+
+def sorted_as(refusal: str) -> str:
+    """Return the sort of a type whose carving was refused so."""
+    rows = {"causal": {"new": {"inspect": "ok", "carve": refusal}}}
+    return Measured(transformers="5", rows=rows).sort("causal", "new")
+
+
+def test_refusals_of_mixtures_are_told_from_others() -> None:
+    """A measured type is a mixture by the words of its refusal, so these must stay known."""
+    mixture = known()["mixtral"]
+    empty = Checkpoint(config={"model_type": "mixtral"}, tensors={}, source=Source(location="x"))
+    family = dataclasses.replace(mixture, uneven=True)
+    uneven = Blocks(family=family, checkpoint=empty, prefix="model.layers.", count=2)
+    for refuse in (mixture.require_dense, lambda: uneven.dense):
+        with pytest.raises(SurgeryError) as caught:
+            refuse()
+        assert sorted_as(caught.value.message) == "mixture"
+    assert sorted_as("layers of zamba share one MLP") == "dense"
 
 
 def test_an_unknown_type_is_told_its_neighbours(call: Call) -> None:

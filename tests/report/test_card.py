@@ -10,6 +10,7 @@ import yaml
 from support import write_llama
 
 from surgery.blocks.rules import ACTIVATIONS
+from surgery.checkpoint import metadata
 from surgery.operations.relufy import relufy
 from surgery.operations.upcycle import upcycle
 from surgery.report import card, methods
@@ -183,7 +184,9 @@ def test_a_source_with_a_broken_card(tmp_path: Path) -> None:
     ):
         folder = write_llama(tmp_path / str(i))
         (folder / "README.md").write_text(text)
-        assert card.metadata_of(open_checkpoint(folder)) == ({"license": "mit"} if i == 3 else {})
+        assert metadata.metadata_of(open_checkpoint(folder)) == (
+            {"license": "mit"} if i == 3 else {}
+        )
 
 
 def test_every_paper_is_cited() -> None:
@@ -201,19 +204,19 @@ def front_matter(folder: Path, text: str) -> tuple[dict[str, Any], str]:
     folder = write_llama(folder, layers=1)
     (folder / "README.md").write_text(text, encoding="utf-8")
     source = open_checkpoint(folder)
-    return card.metadata_of(source), card.unread(source)
+    return metadata.metadata_of(source), metadata.unread(source)
 
 
 def test_words_up_to_their_limits_are_followed(tmp_path: Path) -> None:
     """The longest word and the last of a list are taken over, and the next is not."""
     for i, (value, kept) in enumerate(
         (
-            ("x" * card.MAX_WORD, "x" * card.MAX_WORD),
-            ("x" * (card.MAX_WORD + 1), None),
+            ("x" * metadata.MAX_WORD, "x" * metadata.MAX_WORD),
+            ("x" * (metadata.MAX_WORD + 1), None),
             ("'a\tb'", "a\tb" if "a\tb".isprintable() else None),
             ("3", None),
             ("[en, 3, [de], fr]", ["en", "fr"]),
-            (f"[{', '.join(['en'] * (card.MAX_WORDS + 1))}]", ["en"] * card.MAX_WORDS),
+            (f"[{', '.join(['en'] * (metadata.MAX_WORDS + 1))}]", ["en"] * metadata.MAX_WORDS),
         )
     ):
         found, note = front_matter(tmp_path / str(i), f"---\nlicense: {value}\n---\n")
@@ -224,7 +227,7 @@ def test_a_card_that_ends_too_late_is_noted(tmp_path: Path) -> None:
     """Metadata are read within a limit; without an end inside it there are none."""
     head = "---\nlicense: mit\n"
     assert front_matter(tmp_path / "open", head) == ({}, "")
-    filled = f"{head}# {'x' * (card.MAX_METADATA - len(head) - 2)}"
+    filled = f"{head}# {'x' * (metadata.MAX_METADATA - len(head) - 2)}"
     found, note = front_matter(tmp_path / "full", filled)
     assert found == {} and note.startswith("the metadata of the source's README.md has no end; ")
     assert front_matter(tmp_path / "less", filled[:-1]) == ({}, "")

@@ -177,6 +177,24 @@ def test_a_sentencepiece_model(tmp_path: Path) -> None:
     assert (out / "tokenizer.model").read_bytes() == sentencepiece_model()
 
 
+def test_the_first_piece_may_begin_a_text(tmp_path: Path) -> None:
+    """An id of 0 is an id, not the lack of one."""
+    source = write_original("llama", tmp_path, vocab_size=320)
+    model = sentencepiece_model(("<s>", "</s>", "<unk>"))
+    (source / "tokenizer.model").write_bytes(model)
+    config = open_checkpoint(source).config
+    assert (config["bos_token_id"], config["eos_token_id"]) == (0, 1)
+
+
+def test_an_instruct_model_ends_with_its_turns(tmp_path: Path) -> None:
+    """Only the name of the source tells it, which a note says."""
+    source = write_original("llama", tmp_path / "Llama-3-Instruct", vocab_size=258 + 256)
+    (source / "tokenizer.model").write_bytes(ranks_of_bytes())
+    opened = open_checkpoint(source)
+    assert opened.config["eos_token_id"] == [258 + 1, 258 + 9]
+    assert any("the source's name says Instruct" in note for note in opened.notes)
+
+
 @pytest.mark.parametrize(
     ("scaled", "eot", "name"), [(False, 9, "eot_id"), (True, 10, "python_tag")]
 )
