@@ -69,10 +69,10 @@ from surgery.operations.carve import ALLOCATIONS, METHODS, ROUTERS, carve
 @click.option(
     "--bypass",
     metavar="RANK",
-    default="auto",
+    default="none",
     show_default=True,
-    help="Fit a linear map beside the MLP too: of this rank, `full`, `none`, or `auto`, about an "
-    "eighth of the MLP's bytes. It repairs much.",
+    help="Fit a linear map beside the MLP too, of this rank or `full`. A token reads all of it: "
+    "where most parts are active, more of them repair more for the same bytes.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of all random numbers.")
 @click.option("--layers", metavar="LIST", help="Layers to convert, like 0-7,12. [default: all]")
@@ -122,7 +122,7 @@ def carve_command(
     \b
     Quality:
       fast     8,192 tokens of text: an eighth of the calibration time of default
-      default  65,536 tokens, --bypass auto
+      default  65,536 tokens, no bypass
       best     131,072 tokens, --bypass full: two to three times the time, and one more [H, H]
                matrix to read in each layer
 
@@ -164,7 +164,7 @@ def _with_preset(options: dict[str, Any]) -> dict[str, Any]:
         found.pop("bypass", None)  # no repair would fit it
     tokens = {"tokens": found.pop("tokens")} if "tokens" in found else {}
     made = options | found | {"calibration": tokens | options["calibration"]}
-    return made | {"bypass": parse_rank(made["bypass"], "auto", "none")}
+    return made | {"bypass": parse_rank(made["bypass"], "none")}
 
 
 def _active(text: str | None) -> int | list[int] | None:

@@ -29,7 +29,7 @@ from surgery.checkpoint.work import identity
 from surgery.errors import SurgeryError, UsageError
 from surgery.families import Blocks, locate
 from surgery.fitting.expert_split import ExpertSplit, average, usual
-from surgery.fitting.sizes import BYPASS_PART, SAMPLED, affordable_rank, fit_nbytes
+from surgery.fitting.sizes import SAMPLED, fit_nbytes
 from surgery.operations.operation import (
     OWN_TEXT,
     Operation,
@@ -65,7 +65,7 @@ class Options:
     method: str = "mass"
     router: str = "trained"
     repair: str = "ridge"
-    bypass: int | str = "auto"
+    bypass: int | str = "none"
     seed: int = 0
     allocation: str = "uniform"
     layers: Collection[int] | None = None
@@ -185,7 +185,7 @@ def carve(
     method: str = "mass",
     router: str = "trained",
     repair: str = "ridge",
-    bypass: int | str = "auto",
+    bypass: int | str = "none",
     seed: int = 0,
     allocation: str = "uniform",
     layers: Collection[int] | None = None,
@@ -202,9 +202,9 @@ def carve(
         router: "centroids", "trained" or "analytic".
         repair: "none" or "ridge" (refit down_proj in closed form).
         bypass: the rank of a linear map from the MLP's input to its output that the repair fits as
-            well, "full", "auto" (about an eighth of the MLP's bytes; none without a repair or in a
-            relufied layer) or "none". It is read for every token. One that relufication put there
-            is kept and fitted again.
+            well, "full" or "none". It is read for every token, and more active parts for the same
+            bytes repair more where many are active. One that relufication put there is kept and
+            fitted again.
         seed: of what is drawn at random.
         allocation: "uniform", or "greedy": more active parts in layers where they matter most,
             `active` in the mean. They are found on the calibration text before the output is
@@ -257,20 +257,11 @@ def _parameters(job: Job) -> dict[str, Any]:
     options, split = job.options, job.split
     parameters = {k: v for k, v in dataclasses.asdict(split).items() if k != "bypass"}
     parameters |= {"active": job.active}
-    parameters |= _recorded_bypass(job)
+    rank = bypass_rank(options.bypass, job.blocks, options.repair)
+    parameters |= {"bypass": rank} if rank else {}
     parameters |= {} if options.layers is None else {"layers": list(job.layers)}
     calibration = job.calibration.as_dict() if split.needs_data else {}
     return parameters | ({"calibration": calibration} if calibration else {})
-
-
-def _recorded_bypass(job: Job) -> dict[str, int]:
-    """Return the rank of the bypass, unless it is "auto" and something other than one new rank."""
-    if job.options.bypass != "auto":
-        return {"bypass": bypass_rank(job.options.bypass, job.blocks, job.options.repair)}
-    config = job.blocks.checkpoint.config
-    ranks = {split.bypass for split in job.splits.values()}
-    relufied = any(block_config.sparse_entry_of(config, i) for i in job.layers)
-    return {"bypass": job.split.bypass} if len(ranks) == 1 and any(ranks) and not relufied else {}
 
 
 def _pending(job: Job, base: Checkpoint) -> Pending:
@@ -307,8 +298,7 @@ def plan(checkpoint: Checkpoint, options: Options) -> Job:
             f"{len(each)} numbers of active parts for {len(chosen)} layers",
             "give one number, or one for each layer",
         )
-    auto = options.bypass == "auto"
-    rank = None if auto else bypass_rank(options.bypass, blocks, options.fits)
+    rank = bypass_rank(options.bypass, blocks, options.fits)
     splits = {
         index: ExpertSplit(
             experts=options.experts,
@@ -318,7 +308,7 @@ def plan(checkpoint: Checkpoint, options: Options) -> Job:
             router=options.router,
             repair=options.fits,
             seed=options.seed,
-            bypass=_rank(blocks, index, rank, options.fits),
+            bypass=_rank(blocks, index, rank),
         )
         for index, active in zip(chosen, each, strict=True)
     }
@@ -341,14 +331,10 @@ def _require_free(blocks: Blocks, chosen: Collection[int]) -> None:
     blocks.family.require_dense()
 
 
-def _rank(blocks: Blocks, index: int, asked: int | None, repair: str) -> int:
-    """Return the rank of the bypass that a layer has, or will have; `asked` is None for "auto"."""
+def _rank(blocks: Blocks, index: int, asked: int) -> int:
+    """Return the rank of the bypass that a layer has, or will have."""
     sparse = block_config.sparse_entry_of(blocks.checkpoint.config, index)
     own = int(sparse.get("bypass", 0))
-    if asked is None:
-        hidden, width = blocks.mlp(index).down.shape
-        free = repair != "none" and not sparse
-        return affordable_rank(hidden, width, BYPASS_PART) if free else own
     if own and asked not in (0, own):
         raise UsageError(
             f"a bypass of rank {asked} for layer {index}, which has one of rank {own}",

@@ -35,7 +35,6 @@ DEMO: dict[str, Any] = {
     "experts": 16,
     "active": 8,
     "layers": [1, 3, 5],
-    "bypass": "none",
     "calibration": {"tokens": 2048, "dtype": "fp32"},
 }
 
@@ -333,7 +332,7 @@ def test_layers_that_were_relufied_and_others(tmp_path: Path) -> None:
     assert [
         (e["layers"], e["bypass"], e["activation"]) for e in output.config["surgery_blocks"]
     ] == [
-        ([0, 2], 9, ""),  # 2·9·32 values are an eighth of 3·32·48
+        ([0, 2], 0, ""),
         ([1], 5, "relu"),
     ]
 
@@ -476,17 +475,17 @@ def test_the_same_seed_gives_the_same_bytes(method: str, tmp_path: Path) -> None
 
 
 def test_what_is_read_is_said() -> None:
-    """The default bypass of 192 × 192 is an eighth of an MLP of 3 × 192 × 512."""
+    """A bypass is read beside the parts that are active."""
     steps = [
         carve(open_checkpoint(MODEL), experts=16, active=4, router="centroids", **options).steps[-1]
-        for options in ({"bypass": "none"}, {})
+        for options in ({}, {"bypass": "full"})
     ]
     mlp, router = 7 * 3 * 192 * 512, 7 * 16 * (192 + 1)
     for step, bypass in zip(steps, (0, 7 * 192**2), strict=True):
         assert "4 of 16 parts of an MLP, 25% of its neurons" in step.notes[0]
         read = (mlp * 2 / 4 + 4 * router + 2 * bypass) / 1e6
         assert f"reads {read:.1f} of {mlp * 2 / 1e6:.1f} MB of the MLPs" in step.notes[1]
-    assert [step.parameters["bypass"] for step in steps] == [0, 192]
+    assert [step.parameters.get("bypass") for step in steps] == [None, 192]
 
 
 @pytest.mark.parametrize(

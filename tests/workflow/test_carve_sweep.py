@@ -67,7 +67,6 @@ def test_parts_go_to_the_layers_that_need_them() -> None:
     """
     source = open_checkpoint(MODEL)
     options: dict[str, Any] = {"experts": 8, "layers": [0, 4], "calibration": SETTINGS}
-    options |= {"bypass": "none"}  # which evens out what layers need
     found = allocate(plan(source, Options(active=4, **options)))
     assert sum(found) == 8 and found[0] >= 6
     each = {
