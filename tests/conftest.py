@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+# As many workers run as there are cores, and threads of one would wait for those of another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # transformers imports custom code from a copy in this folder. Test processes that shared the folder
 # would overwrite each other's copies.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="surgery-modules-")

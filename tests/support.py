@@ -6,13 +6,15 @@ import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -148,16 +150,26 @@ def environment(**variables: str) -> dict[str, str]:
 
 def surgery(*arguments: object, cwd: Path | None = None, **variables: str) -> Ran:
     """Run the command line in a process of its own."""
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        cwd=cwd,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-    )
-    return Ran(done.returncode, done.stdout, done.stderr)
+    return Ran(*forked.Process(arguments, cwd, environment(**variables)).finish())
+
+
+def port() -> str:
+    """Return a port that is free now; the launcher binds it a moment later."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def together(command: Sequence[str], folders: Sequence[Path]) -> list[Ran]:
+    """Run the command in one process for each folder, its working directory, without a launcher."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port(), "WORLD_SIZE": str(len(folders))}
+
+    def start(rank: int, folder: Path) -> forked.Process:
+        folder.mkdir(exist_ok=True)
+        return forked.Process(command, folder, environment(RANK=str(rank), **where))
+
+    started = [start(rank, folder) for rank, folder in enumerate(folders)]
+    return [Ran(*process.finish()) for process in started]
 
 
 STAGE = re.compile(r"[\w: -]+: done in [\d.]+ s")  # a line of a log, for each stage

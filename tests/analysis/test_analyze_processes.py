@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import environment, write_llama
-
-LAUNCH = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
+from support import surgery, together, write_llama
 
 
 def test_two_processes_count_what_one_does(tmp_path: Path) -> None:
     """Counts agree exactly although the batches differ; sums agree up to rounding."""
     model = write_llama(tmp_path / "model", layers=2)
     short = ("--tokens", "200", "--sequence-length", "40", "--dtype", "fp32", "--quiet")
-    shared = ("-m", "surgery", "analyze", str(model), *short, "--coactivation", "--out")
-    port = str(20000 + os.getpid() % 20000)
-    for name, launch in (("one", ()), ("two", (*LAUNCH, port))):
-        done = subprocess.run(
-            [sys.executable, *launch, *shared, str(tmp_path / name)],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
+    command = ("analyze", str(model), *short, "--coactivation", "--out")
+    ran = [surgery(*command, tmp_path / "one")]
+    ran += together((*command, str(tmp_path / "two")), [tmp_path] * 2)
+    assert [r.code for r in ran] == [0] * 3, ran
     one, two = (load_file(tmp_path / name / "analysis.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name, value in one.items():

@@ -48,8 +48,17 @@ RELUFY = ("--repair", "none", "--no-verify", "-q")
 
 
 @pytest.mark.parametrize("start", ["~/", "file://{home}/", "local://{home}/", "file://~/"])
-def test_a_path_means_the_same_however_it_is_written(start: str, home: Path, run: Call) -> None:
-    at = start.format(home=home)
+def test_a_path_means_the_same_however_it_is_written(
+    start: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(home))
+    written = start.format(home=home) + "m"
+    assert UserPath().convert(written, None, None) == home / "m" == expanded(written)
+    assert Location().convert(written, None, None) == str(home / "m")
+
+
+def test_every_command_takes_it(home: Path, run: Call) -> None:
+    at = "file://~/"  # both that a shell leaves alone
     assert run("relufy", f"{at}m", *RELUFY, f"--out={at}x").code == 0
     assert (home / "x" / "config.json").is_file()
     assert run("verify", f"{at}m", f"{at}x", "-q").code == 0
@@ -94,11 +103,10 @@ def test_the_api_expands_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(home / "work")
     source = api.open("~/m")
-    for i, start in enumerate(("~/", f"file://{home}/")):
-        out = api.write(api.relufy(api.open(f"{start}m"), repair="none"), f"{start}x{i}")
-        assert out == home / f"x{i}" and (out / "config.json").is_file()
-        assert api.verify(source, f"{start}x{i}").passed
-        assert api.analyze(source, text=f"{start}words.txt", tokens=64).layers
+    out = api.write(api.relufy(source, repair="none"), "file://~/x")
+    assert out == home / "x" and (out / "config.json").is_file()
+    assert api.verify(source, "~/x").passed
+    assert api.analyze(source, text=f"local://{home}/words.txt", tokens=64).layers
     assert not list((home / "work").iterdir())
     with pytest.raises(UsageError, match="s3://a/b is a URL"):
         api.write(source, "s3://a/b")

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import COMMAND, Ran, environment, files_of, surgery, write_llama
+from support import environment, files_of, port, surgery, together, write_llama
 
 from surgery.checkpoint import make_plan
 from surgery.errors import SurgeryError
@@ -36,34 +35,6 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     room = tmp_path_factory.mktemp("several")
     write_llama(room / "m", shards=3, layers=4)
     return room
-
-
-def port() -> str:
-    """Return a port that is free now; the launcher binds it a moment later."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
-
-
-def together(command: Sequence[str], folders: Sequence[Path]) -> list[Ran]:
-    """Run the command in one process for each folder, its working directory, without a launcher."""
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port(), "WORLD_SIZE": str(len(folders))}
-
-    def start(rank: int, folder: Path) -> subprocess.Popen[str]:
-        folder.mkdir(exist_ok=True)
-        return subprocess.Popen(
-            [*COMMAND, *command],
-            cwd=folder,
-            env=environment(RANK=str(rank), **where),
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-
-    started = [start(rank, folder) for rank, folder in enumerate(folders)]
-    ended = [p.communicate(timeout=120) for p in started]
-    return [Ran(p.returncode, *texts) for p, texts in zip(started, ended, strict=True)]
 
 
 # --- whole runs -----------------------------------------------------------------------------------
